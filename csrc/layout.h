@@ -1,0 +1,362 @@
+// Every region, tensor and struct that host, device and Python share, once.
+// Python asks this file for sizes and names; it never does address arithmetic of its own.
+#pragma once
+
+#include "numeric.h"
+
+namespace mok {
+
+constexpr int kMaxRanks = 128;
+
+// ---- the stages of a forward, in data-flow order --------------------------------------------
+
+enum class Stage : int32 {
+  // The five that a plan distributes over kernels. Their numbers are the bits of a group mask.
+  dispatch,
+  gate_up,
+  swiglu,
+  down,
+  combine,
+  // The rest: always first or last, never between.
+  schedule,
+  publish,
+  shared_gate_up,
+  shared_down,
+  reduce,
+  kCount,
+};
+constexpr int kNumFusible = 5;
+constexpr int kNumStages = static_cast<int>(Stage::kCount);
+
+constexpr const char* stage_name(Stage stage) {
+  constexpr const char* kNames[kNumStages] = {"dispatch", "gate_up", "swiglu",         "down",        "combine",
+                                              "schedule", "publish", "shared_gate_up", "shared_down", "reduce"};
+  return kNames[static_cast<int>(stage)];
+}
+
+// A set of fusible stages: what one kernel of a plan holds.
+using Group = uint32;
+constexpr Group group_bit(Stage stage) { return 1u << static_cast<int>(stage); }
+constexpr Group kAllFusible = (1u << kNumFusible) - 1;
+constexpr bool holds(Group group, Stage stage) { return (group & group_bit(stage)) != 0; }
+
+// ---- sizes ----------------------------------------------------------------------------------
+
+// Rows per task of the copy stages (dispatch, combine, publish) and of standalone swiglu; tokens
+// per task of reduce. Fixed here because writers and readers of a signal must agree on them.
+constexpr int kCopyRows = 32;
+constexpr int kElementRows = 32;
+constexpr int kReduceTokens = 8;
+// Top-k ids per task of schedule: a place task compares each id with those before it in the chunk.
+constexpr int kScheduleChunk = 256;
+// Output columns of a GEMM task, by the target's tile.
+constexpr int kGateUpCols = 64;
+constexpr int kDownCols = 128;
+
+// Run-time values on the host. A GPU build replaces this struct by one whose members are
+// `static constexpr`, generated from the same names.
+struct Shape {
+  int32 num_ranks = 1;
+  int32 max_tokens = 0;  // the largest T of any rank
+  int32 topk = 1;
+  int32 hidden_size = 0;
+  int32 intermediate_size = 0;
+  int32 shared_size = 0;  // 0: no shared expert
+  int32 num_local_experts = 0;
+  int32 row_block = 128;
+  int32 minibatch = 4096;   // rows of a ring slot
+  int32 capacity_rows = 0;  // rows that a schedule may hold, padding included
+  int32 ring_rows = 0;      // rows of one generation
+  bool is_push_dispatch = false;
+  bool is_pull_combine = false;
+  bool is_minibatch_grain = false;  // signals of x_ready and y_ready: per minibatch slot
+  bool is_serial_ring = false;
+
+  MOK_DEVICE int32 num_experts() const { return num_ranks * num_local_experts; }
+  MOK_DEVICE int64 max_routes() const { return int64{max_tokens} * topk; }
+  MOK_DEVICE int32 capacity_blocks() const { return capacity_rows / row_block; }
+  MOK_DEVICE int32 blocks_per_slot() const { return minibatch / row_block; }
+  MOK_DEVICE int32 slots_per_ring() const { return ceil_div(ring_rows, minibatch); }
+  MOK_DEVICE int32 max_generations() const { return max_of(1, ring_rows ? ceil_div(capacity_rows, ring_rows) : 1); }
+  // Two neighbouring windows hold more than a minibatch together, hence the bound.
+  MOK_DEVICE int32 max_windows() const { return max_generations() * (2 * slots_per_ring() + 2); }
+  MOK_DEVICE int32 token_blocks() const { return ceil_div(max_tokens, row_block); }
+  MOK_DEVICE int32 max_launches() const { return 8 + kNumFusible * max_generations(); }
+  MOK_DEVICE int32 chunks_per_rank() const { return static_cast<int32>(ceil_div(max_routes(), int64{kScheduleChunk})); }
+  MOK_DEVICE bool is_ring_complete() const { return ring_rows >= capacity_rows; }
+};
+
+// Rows for the worst case: every route of every rank comes here, and every expert has a last
+// row block with one row in it.
+MOK_DEVICE int64 worst_case_rows(int64 num_routes, int64 num_local_experts, int64 row_block) {
+  const int64 padded = num_routes + min_of(num_local_experts, num_routes) * (row_block - 1);
+  return padded / row_block * row_block;
+}
+
+// ---- workspace regions ----------------------------------------------------------------------
+
+enum class Region : int32 {
+  // symmetric: a peer reads or writes them
+  x,            // bf16 [max_tokens, H]          the published input
+  combine,      // bf16 [max_tokens * K, H]      one cell per route, one writer per cell
+  top_experts,  // int32 [2, R, max_tokens * K]  by parity of the schedule epoch, by source rank
+  num_tokens,   // int32 [2, R]                  likewise
+  words,        // Word                          signals across ranks: entered, ..., abort
+  arrivals,     // Word [2, R, capacity_blocks]  push dispatch and pull combine only
+  ring_x,       // bf16 [ring_rows, H]           symmetric for push dispatch
+  ring_y,       // bf16 [ring_rows, H]           symmetric for pull combine
+  // local
+  ring_gate,      // bf16 [ring_rows, I]
+  ring_up,        // bf16 [ring_rows, I]
+  ring_hidden,    // bf16 [ring_rows, I]
+  shared_hidden,  // bf16 [max_tokens, S]
+  shared_y,       // bf16 [max_tokens, H]
+  counters,       // Word [2 banks, ...]           signals inside a rank, tickets
+  epochs,         // Epochs
+  histogram,      // int32 [R * (chunks + 1), E]   schedule only: prefixes by chunk, then totals
+  kCount,
+};
+constexpr int kNumRegions = static_cast<int>(Region::kCount);
+
+constexpr const char* region_name(Region region) {
+  constexpr const char* kNames[kNumRegions] = {
+      "x",         "combine", "top_experts", "num_tokens",    "words",    "arrivals", "ring_x", "ring_y",
+      "ring_gate", "ring_up", "ring_hidden", "shared_hidden", "shared_y", "counters", "epochs", "histogram"};
+  return kNames[static_cast<int>(region)];
+}
+
+// Device memory, not kernel arguments: an argument would be frozen by graph capture.
+struct Epochs {
+  Word call;        // finished calls
+  Word schedule;    // finished schedules
+  Word order;       // finished calls and schedules together
+  Word generation;  // resets
+};
+
+// ---- signals --------------------------------------------------------------------------------
+
+// The edges of the protocol (protocol/README.md tells who waits for whom, and why).
+enum class Edge : int32 {
+  // across ranks: words with one writer, SET to an epoch
+  entered,
+  topk_ready,
+  input_ready,
+  done,
+  x_arrived,
+  y_arrived,
+  // inside a rank: counters, added to, cleared by the next call but one
+  x_ready,
+  gate_up_ready,
+  hidden_ready,
+  y_ready,
+  slot_free,
+  shared_hidden_ready,
+  shared_ready,
+  published,
+  pushed,
+  tickets,
+  exited,
+  // inside a rank, of a schedule: banks by the schedule epoch
+  ids_pushed,
+  ids_counted,
+  laid_out,
+  schedule_tickets,
+  schedule_exited,
+  kCount,
+};
+constexpr int kNumEdges = static_cast<int>(Edge::kCount);
+
+constexpr const char* edge_name(Edge edge) {
+  constexpr const char* kNames[kNumEdges] = {
+      "entered",      "topk_ready",    "input_ready",      "done",           "x_arrived", "y_arrived",
+      "x_ready",      "gate_up_ready", "hidden_ready",     "y_ready",        "slot_free", "shared_hidden_ready",
+      "shared_ready", "published",     "pushed",           "tickets",        "exited",    "ids_pushed",
+      "ids_counted",  "laid_out",      "schedule_tickets", "schedule_exited"};
+  return kNames[static_cast<int>(edge)];
+}
+constexpr bool is_cross_rank(Edge edge) { return edge <= Edge::y_arrived; }
+constexpr bool is_schedule_edge(Edge edge) { return edge >= Edge::ids_pushed || edge == Edge::topk_ready; }
+
+// How many counters an edge has in one bank (for edges inside a rank).
+MOK_DEVICE int64 num_counters(Edge edge, const Shape& s) {
+  switch (edge) {
+    case Edge::x_ready:
+    case Edge::gate_up_ready:
+    case Edge::hidden_ready:
+    case Edge::y_ready:
+      return s.capacity_blocks();
+    case Edge::slot_free:
+      return int64{s.max_generations()} * s.slots_per_ring();
+    case Edge::shared_hidden_ready:
+    case Edge::shared_ready:
+      return s.token_blocks();
+    case Edge::pushed:
+      return s.is_push_dispatch ? int64{s.num_ranks} * s.capacity_blocks() : 0;
+    case Edge::tickets:
+      return 2 * int64{s.max_launches()};
+    case Edge::exited:
+      return s.max_launches();
+    case Edge::published:
+    case Edge::ids_pushed:
+    case Edge::ids_counted:
+    case Edge::laid_out:
+    case Edge::schedule_tickets:
+    case Edge::schedule_exited:
+      return 1;
+    default:
+      return 0;
+  }
+}
+// Calls and schedules clear their banks apart, so their counters stand apart: [call, call', schedule, schedule'].
+MOK_DEVICE int64 bank_size(bool is_schedule, const Shape& s) {
+  int64 total = 0;
+  for (int edge = 0; edge < kNumEdges; ++edge)
+    if (is_schedule_edge(static_cast<Edge>(edge)) == is_schedule) total += num_counters(static_cast<Edge>(edge), s);
+  return total;
+}
+MOK_DEVICE int64 bank_start(bool is_schedule, int parity, const Shape& s) {
+  return (is_schedule ? 2 * bank_size(false, s) : 0) + parity * bank_size(is_schedule, s);
+}
+MOK_DEVICE int64 counter_offset(Edge edge, int parity, const Shape& s) {
+  int64 offset = bank_start(is_schedule_edge(edge), parity, s);
+  for (int before = 0; before < static_cast<int>(edge); ++before)
+    if (is_schedule_edge(static_cast<Edge>(before)) == is_schedule_edge(edge))
+      offset += num_counters(static_cast<Edge>(before), s);
+  return offset;
+}
+
+// Cross-rank words in Region::words: entered[2][R], topk_ready[R], input_ready[R], done[2][R], abort[R].
+MOK_DEVICE int64 word_offset(Edge edge, int parity, int src_rank, const Shape& s) {
+  switch (edge) {
+    case Edge::entered:
+      return int64{parity} * s.num_ranks + src_rank;
+    case Edge::topk_ready:
+      return int64{2} * s.num_ranks + src_rank;
+    case Edge::input_ready:
+      return int64{3} * s.num_ranks + src_rank;
+    default:
+      return int64{4 + parity} * s.num_ranks + src_rank;  // done
+  }
+}
+MOK_DEVICE int64 abort_offset(int src_rank, const Shape& s) { return int64{6} * s.num_ranks + src_rank; }
+
+MOK_DEVICE int64 region_bytes(Region region, const Shape& s) {
+  const int64 bf16_bytes = sizeof(bf16), word_bytes = sizeof(Word), ranks = s.num_ranks;
+  switch (region) {
+    case Region::x:
+      return s.max_tokens * bf16_bytes * s.hidden_size;
+    case Region::combine:
+      return s.max_routes() * bf16_bytes * s.hidden_size;
+    case Region::top_experts:
+      return 2 * ranks * s.max_routes() * int64{sizeof(int32)};
+    case Region::num_tokens:
+      return 2 * ranks * int64{sizeof(int32)};
+    case Region::words:
+      return 7 * ranks * word_bytes;
+    case Region::arrivals:
+      return (s.is_push_dispatch || s.is_pull_combine) ? 2 * ranks * s.capacity_blocks() * word_bytes : 0;
+    case Region::ring_x:
+    case Region::ring_y:
+      return s.ring_rows * bf16_bytes * s.hidden_size;
+    case Region::ring_gate:
+    case Region::ring_up:
+    case Region::ring_hidden:
+      return s.ring_rows * bf16_bytes * s.intermediate_size;
+    case Region::shared_hidden:
+      return s.max_tokens * bf16_bytes * s.shared_size;
+    case Region::shared_y:
+      return s.shared_size ? s.max_tokens * bf16_bytes * s.hidden_size : 0;
+    case Region::counters:
+      return 2 * (bank_size(false, s) + bank_size(true, s)) * word_bytes;
+    case Region::epochs:
+      return sizeof(Epochs);
+    case Region::histogram:
+      return ranks * (s.chunks_per_rank() + 1) * int64{sizeof(int32)} * s.num_experts();
+    default:
+      return 0;
+  }
+}
+MOK_DEVICE bool is_symmetric(Region region, const Shape& s) {
+  return region <= Region::arrivals || (region == Region::ring_x && s.is_push_dispatch) ||
+         (region == Region::ring_y && s.is_pull_combine);
+}
+
+// ---- what a call works on -------------------------------------------------------------------
+
+// A built schedule: tensors of the caller, so that several may be alive at once.
+struct Schedule {
+  int32* peer_rank;          // [capacity_rows]      source rank of a row, -1 = padding
+  int32* peer_token_idx;     // [capacity_rows]      token*K+k at the source, -1 = padding
+  int32* segment_start;      // [El + 1]             rows; multiples of row_block
+  int32* segment_num_rows;   // [El]                 without padding
+  int32* row_block_expert;   // [capacity_blocks]    local expert of a row block
+  int32* window_start;       // [max_windows + 1]    row blocks
+  int32* generation_window;  // [max_generations + 1] first window of a generation
+  int32* counts;             // [kNumCounts]
+  int32* route_rank;         // [max_tokens * K]     owner of each of this rank's own routes, -1 = none
+  int32* route_row;          // [max_tokens * K]     its row there
+  int32* sorted_route;       // [max_tokens * K]     own routes by (expert, order): push dispatch's order
+};
+enum ScheduleCount : int32 { kCountRows, kCountWindows, kCountRoutes, kCountWantedRows, kNumCounts };
+
+struct Tensors {
+  const bf16* x;                // [T, H]
+  const float* router_weights;  // [T, K]
+  const bf16* w_shared_gate;    // [S, H]
+  const bf16* w_shared_up;      // [S, H]
+  const bf16* w_shared_down;    // [H, S]
+  const bf16* w_routed_gate;    // [El, I, H]
+  const bf16* w_routed_up;      // [El, I, H]
+  const bf16* w_routed_down;    // [El, H, I]
+  const int32* top_experts;     // [T, K]           schedule only
+  bf16* output;                 // [T, H]
+  // Context of macrobatch 0 (rows [ring_rows]); null: nothing is kept and the ring is used.
+  bf16* context_x;            // [ring_rows, H]
+  bf16* context_gate;         // [ring_rows, I]
+  bf16* context_up;           // [ring_rows, I]
+  bf16* context_shared_gate;  // [T, S]
+  bf16* context_shared_up;    // [T, S]
+};
+
+enum class CallKind : int32 { none, schedule, forward };
+constexpr const char* call_kind_name(CallKind kind) {
+  constexpr const char* kNames[] = {"nothing", "build_schedule", "forward"};
+  return kNames[static_cast<int>(kind)];
+}
+
+// The argument of every kernel of a call on one rank.
+struct Call {
+  Shape shape;
+  CallKind kind = CallKind::none;
+  uint32 fingerprint = 0;  // 16 bits over what all ranks must agree on
+  int32 rank = 0;
+  int32 num_tokens = 0;
+  Group groups[kNumFusible] = {};  // the group that holds stage i
+  bool has_swiglu_limit = false;
+  float swiglu_limit = 0.0f;
+  Schedule schedule = {};
+  Tensors tensors = {};
+  char* const* regions = nullptr;  // [R][kNumRegions]; of a peer only symmetric ones are set
+
+  template <class T>
+  MOK_DEVICE T* at(Region region) const {
+    return peer<T>(region, rank);
+  }
+  template <class T>
+  MOK_DEVICE T* peer(Region region, int32 peer_rank) const {
+    return reinterpret_cast<T*>(regions[peer_rank * kNumRegions + static_cast<int>(region)]);
+  }
+  MOK_DEVICE bool share_kernel(Stage a, Stage b) const { return holds(groups[static_cast<int>(a)], b); }
+};
+
+// A kernel launch of a call.
+struct Launch {
+  Group group = 0;               // fusible stages, 0 for the others
+  Stage stage = Stage::publish;  // which of the others, where group is 0
+  int32 launch_idx = 0;          // its ticket and exit counters
+  int32 generation = -1;         // counted in launch order; -1: all of them
+  bool has_prologue = false;     // publish and the shared expert are tasks of this kernel
+  bool is_last_group = false;    // sends done when its last worker leaves
+};
+
+}  // namespace mok

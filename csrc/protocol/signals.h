@@ -1,0 +1,186 @@
+// Waits and publishes: the only code that loops on a signal.
+//
+// Words across ranks have one writer and are SET to an epoch; counters inside a rank are added to
+// and stand in two banks by epoch parity. A wait returns false when the call was aborted, when it
+// expired, or when the awaited rank turns out to make another call. After a false wait a worker
+// makes no remote write, overwrites nothing published and sends no signal for the rest of the call.
+#pragma once
+
+#include "layout.h"
+
+namespace mok {
+
+// A call together with the epochs it runs under, read once when a kernel starts.
+struct Args {
+  const Call& call;
+  Word call_epoch;      // of this call; of the last finished one + 1 in a schedule
+  Word schedule_epoch;  // likewise
+  Word order;           // of this call among calls and schedules
+  Word generation;      // resets so far
+
+  MOK_DEVICE explicit Args(const Call& a_call) : call(a_call) {
+    const Epochs* epochs = call.at<Epochs>(Region::epochs);
+    call_epoch = epochs->call + 1;
+    schedule_epoch = epochs->schedule + 1;
+    order = epochs->order + 1;
+    generation = epochs->generation;
+  }
+  MOK_DEVICE Word epoch_of(Edge edge) const {
+    return is_schedule_edge(edge) ? schedule_epoch : edge == Edge::entered ? order : call_epoch;
+  }
+  MOK_DEVICE Word* counter(Edge edge, int64 index) const {
+    return call.at<Word>(Region::counters) + counter_offset(edge, epoch_of(edge) & 1, call.shape) + index;
+  }
+  MOK_DEVICE Word* word(Edge edge, Word epoch, int32 src_rank, int32 at_rank) const {
+    return call.peer<Word>(Region::words, at_rank) + word_offset(edge, epoch & 1, src_rank, call.shape);
+  }
+  MOK_DEVICE Word* arrival(Edge edge, int64 index, int32 src_rank, int32 at_rank) const {
+    const int64 plane = edge == Edge::y_arrived ? call.shape.num_ranks : 0;
+    return call.peer<Word>(Region::arrivals, at_rank) + (plane + src_rank) * call.shape.capacity_blocks() + index;
+  }
+};
+
+// entered: order (40 bits), call kind (8), fingerprint (16). The others hold an epoch.
+constexpr int kEnteredBits = 24;
+MOK_DEVICE Word entered_word(const Args& args) {
+  return args.order << kEnteredBits | static_cast<Word>(args.call.kind) << 16 | (args.call.fingerprint & 0xffffu);
+}
+
+enum class WaitKind : int32 { at_least, exactly, entered };
+
+// What a worker waits for; also a row of the table that an error shows.
+struct Wait {
+  const Word* word = nullptr;
+  Word want = 0;
+  WaitKind kind = WaitKind::at_least;
+  const Word* peer_entered = nullptr;  // of the awaited rank, where there is one
+  Word own_entered = 0;
+  Edge edge = Edge::entered;
+  int64 index = 0;
+  int32 peer = -1;
+
+  MOK_DEVICE bool is_satisfied() const {
+    const Word have = load_relaxed(word);
+    if (kind == WaitKind::at_least) return have >= want;
+    if (kind == WaitKind::exactly) return have == want;
+    return have >> kEnteredBits == want;
+  }
+  // The awaited rank has entered a call with this one's number, but it is another call.
+  MOK_DEVICE bool is_mismatch() const {
+    if (!peer_entered) return false;
+    const Word have = load_relaxed(peer_entered);
+    return have >> kEnteredBits == own_entered >> kEnteredBits && have != own_entered;
+  }
+  MOK_DEVICE bool is_over() const { return is_satisfied() || is_mismatch(); }
+};
+
+MOK_DEVICE bool is_aborted(const Args& args) {
+  const Word* words = args.call.at<Word>(Region::words) + abort_offset(0, args.call.shape);
+  for (int32 src = 0; src < args.call.shape.num_ranks; ++src)
+    if (load_relaxed(words + src) == args.generation + 1) return true;
+  return false;
+}
+// Tells every rank. One word per raiser, and it carries the reset generation: a stale one is ignored.
+MOK_DEVICE void raise_abort(const Args& args) {
+  const Shape& s = args.call.shape;
+  for (int32 dst = 0; dst < s.num_ranks; ++dst)
+    store_release_system(args.call.peer<Word>(Region::words, dst) + abort_offset(args.call.rank, s),
+                         args.generation + 1);
+}
+
+// What stages see: every wait and publish by the name of its edge.
+template <class Worker>
+class Signals {
+ public:
+  MOK_DEVICE Signals(const Args& args, Worker& worker) : args_(args), worker_(worker) {}
+
+  // Inside the rank: `want` arrivals on a counter.
+  MOK_DEVICE bool wait_local(Edge edge, int64 index, Word want) {
+    Wait wait;
+    wait.word = args_.counter(edge, index);
+    wait.want = want;
+    wait.edge = edge;
+    wait.index = index;
+    return wait_until(wait);
+  }
+  // `src_rank` has SET the word of this call (or, for the publish of a call, of the one before).
+  MOK_DEVICE bool wait_rank(Edge edge, int32 src_rank, Word epochs_back = 0) {
+    const Word epoch = args_.epoch_of(edge) - epochs_back;
+    Wait wait = wait_for_peer(edge, src_rank);
+    wait.word = args_.word(edge, epoch, src_rank, args_.call.rank);
+    wait.want = epoch;
+    if (edge == Edge::done) wait.kind = WaitKind::exactly;  // two words by parity: a peer may be one ahead
+    if (edge == Edge::entered) wait.kind = WaitKind::entered;
+    return wait_until(wait);
+  }
+  MOK_DEVICE bool wait_all_ranks(Edge edge, Word epochs_back = 0) {
+    for (int32 src = 0; src < args_.call.shape.num_ranks; ++src)
+      if (!wait_rank(edge, src, epochs_back)) return false;
+    return true;
+  }
+  // `src_rank` has sent what it owes to this row block (or minibatch slot) here.
+  MOK_DEVICE bool wait_arrival(Edge edge, int64 index, int32 src_rank) {
+    Wait wait = wait_for_peer(edge, src_rank);
+    wait.word = args_.arrival(edge, index, src_rank, args_.call.rank);
+    wait.want = args_.call_epoch;
+    wait.index = index;
+    return wait_until(wait);
+  }
+
+  // Returns the count before.
+  MOK_DEVICE Word add(Edge edge, int64 index, Word count = 1) {
+    if (!worker_.may_publish(edge, index, args_.call.rank)) return 0;
+    return add_release(args_.counter(edge, index), count);
+  }
+  // Adds `count` and tells whether that made up `total`; then everything the others did before their
+  // additions is visible here.
+  MOK_DEVICE bool arrive(Edge edge, int64 index, Word total, Word count = 1) {
+    const bool is_last = add(edge, index, count) + count == total;
+    if (is_last) fence_acquire(args_.counter(edge, index));
+    return is_last;
+  }
+  MOK_DEVICE void set_rank(Edge edge, int32 dst_rank) {
+    if (!worker_.may_publish(edge, dst_rank, dst_rank)) return;
+    const Word epoch = args_.epoch_of(edge);
+    store_release_system(args_.word(edge, epoch, args_.call.rank, dst_rank),
+                         edge == Edge::entered ? entered_word(args_) : epoch);
+  }
+  MOK_DEVICE void set_all_ranks(Edge edge) {
+    for (int32 dst = 0; dst < args_.call.shape.num_ranks; ++dst) set_rank(edge, dst);
+  }
+  MOK_DEVICE void set_arrival(Edge edge, int64 index, int32 dst_rank) {
+    if (!worker_.may_publish(edge, index, dst_rank)) return;
+    store_release_system(args_.arrival(edge, index, args_.call.rank, dst_rank), args_.call_epoch);
+  }
+
+ private:
+  MOK_DEVICE Wait wait_for_peer(Edge edge, int32 src_rank) const {
+    Wait wait;
+    wait.edge = edge;
+    wait.index = src_rank;
+    wait.peer = src_rank;
+    wait.peer_entered = args_.word(Edge::entered, args_.order, src_rank, args_.call.rank);
+    wait.own_entered = entered_word(args_);
+    return wait;
+  }
+  // Relaxed polls, one acquire after success: an acquire in the loop would empty the L1 at every poll.
+  MOK_DEVICE bool wait_until(const Wait& wait) {
+    if (is_aborted(args_)) return false;
+    worker_.begin_wait(wait);
+    bool is_running = true;
+    while (is_running && !wait.is_over()) is_running = worker_.pause(args_, wait) && !is_aborted(args_);
+    worker_.end_wait(wait);
+    if (!is_running) return false;
+    if (wait.is_mismatch()) {
+      worker_.fail(args_, wait);
+      return false;
+    }
+    fence_acquire(wait.word);
+    return true;
+  }
+
+  const Args& args_;
+  Worker& worker_;
+};
+
+}  // namespace mok

@@ -1,0 +1,231 @@
+// The task sequence of a kernel: one order for all its workers, drawn by ticket.
+//
+// A task waits only for tasks before it in this order, for kernels launched earlier, for the publish of
+// any rank, or (publish and reduce) for `done` of any rank. Hence any number of workers, from one
+// up, finishes a call. Communication and compute workers draw from the same order, each skipping the
+// other's tasks.
+#pragma once
+
+#include "protocol/arrivals.h"
+#include "protocol/signals.h"
+
+namespace mok {
+
+struct Task {
+  Stage stage = Stage::publish;
+  int32 block = 0;  // row block, or token block of shared_*; unused by the copies of whole ranks
+  int32 part = 0;   // column tile, or the task's number within its block
+};
+
+enum class Role : int32 { any, communication, compute };
+
+MOK_DEVICE bool is_communication(Stage stage) {
+  return stage == Stage::publish || stage == Stage::dispatch || stage == Stage::combine;
+}
+
+class Tasks {
+ public:
+  MOK_DEVICE Tasks(const Args& args, const Launch& launch, Role role) : args_(args), launch_(launch), role_(role) {
+    const Call& call = args.call;
+    phase_ = launch.group == 0 ? kSingle : launch.has_prologue ? kPrologue : kGenerations;
+    // Push dispatch and pull combine work for this rank as a source: they have tasks even where it owns no row.
+    const bool is_source = call.shape.is_push_dispatch || call.shape.is_pull_combine;
+    num_generations_ = max_of(num_generations(call), is_source ? 1 : 0);
+    generation_ = launch.generation < 0 ? 0 : launch.generation;
+    end_generation_ = launch.generation < 0 ? num_generations_ : min_of(launch.generation + 1, num_generations_);
+  }
+
+  // Draws the next task; false: there is none, or the call was aborted.
+  template <class Worker>
+  MOK_DEVICE bool next(Worker& worker, Task* task) {
+    if (is_aborted(args_)) return false;
+    const int64 slot = 2 * int64{launch_.launch_idx} + (role_ == Role::communication ? 1 : 0);
+    const int64 ticket = static_cast<int64>(worker.draw(args_.counter(Edge::tickets, slot)));
+    while (ticket >= chunk_begin_ + num_tasks_) {
+      chunk_begin_ += num_tasks_;
+      num_tasks_ = 0;
+      if (!next_chunk()) return false;
+    }
+    decode(static_cast<int32>(ticket - chunk_begin_), task);
+    return true;
+  }
+
+ private:
+  enum Phase { kSingle, kPrologue, kGenerations, kEnd };
+
+  // Moves to the next chunk: all tasks of one stage in one window.
+  MOK_DEVICE bool next_chunk() {
+    while (phase_ != kEnd) {
+      const bool is_found = phase_ == kSingle     ? next_single()
+                            : phase_ == kPrologue ? next_prologue()
+                                                  : next_in_generations();
+      if (!is_found) continue;
+      const bool is_mine = role_ == Role::any || is_communication(stage_) == (role_ == Role::communication);
+      if (is_mine && num_tasks_ > 0) return true;
+      num_tasks_ = 0;
+    }
+    return false;
+  }
+
+  // A kernel of one stage that is not cut into windows.
+  MOK_DEVICE bool next_single() {
+    stage_ = launch_.stage;
+    num_tasks_ = num_plain_tasks(args_.call, stage_);
+    phase_ = kEnd;
+    return true;
+  }
+
+  // publish first (it lets every other rank go on), then the shared expert, which hides the first transfer.
+  MOK_DEVICE bool next_prologue() {
+    constexpr Stage kOrder[] = {Stage::publish, Stage::shared_gate_up, Stage::shared_down};
+    if (step_ == 3) {
+      step_ = 0;
+      phase_ = kGenerations;
+      return false;
+    }
+    stage_ = kOrder[step_++];
+    num_tasks_ = num_plain_tasks(args_.call, stage_);
+    return true;
+  }
+
+  // Per generation: stage by stage over the windows, those behind the down projection one window late.
+  // The order restarts at each generation: going on across it would be cyclic for one-window generations.
+  MOK_DEVICE bool next_in_generations() {
+    if (generation_ >= end_generation_) {
+      phase_ = kEnd;
+      return false;
+    }
+    const Call& call = args_.call;
+    const int32 macrobatch = num_generations_ - 1 - generation_;
+    const bool is_empty = num_generations(call) == 0;
+    first_window_ = is_empty ? 0 : call.schedule.generation_window[macrobatch];
+    const int32 num_windows = is_empty ? 0 : call.schedule.generation_window[macrobatch + 1] - first_window_;
+    // Step 0 and the last are for the tasks of this rank as a source; windows run between.
+    const int32 max_lag = lag(Stage::combine), num_steps = num_windows + max_lag + 2;
+    while (step_ < num_steps) {
+      const int32 step = step_, stage_idx = stage_idx_;
+      if (++stage_idx_ == kNumFusible) {
+        stage_idx_ = 0;
+        ++step_;
+      }
+      stage_ = static_cast<Stage>(stage_idx);
+      if (!holds(launch_.group, stage_)) continue;
+      if (is_source_stage(call, stage_)) {
+        if (step != (stage_ == Stage::dispatch ? 0 : num_steps - 1)) continue;
+        num_tasks_ = num_plain_tasks(call, stage_);
+        return true;
+      }
+      window_ = step - 1 - lag(stage_);
+      if (window_ < 0 || window_ >= num_windows) continue;
+      num_tasks_ = num_window_tasks();
+      return true;
+    }
+    step_ = 0;
+    ++generation_;
+    return false;
+  }
+
+  MOK_DEVICE int32 lag(Stage stage) const {
+    if (args_.call.shape.is_serial_ring) return 0;
+    return stage == Stage::down || stage == Stage::combine ? 1 : 0;
+  }
+  MOK_DEVICE static bool is_source_stage(const Call& call, Stage stage) {
+    return (stage == Stage::dispatch && call.shape.is_push_dispatch) ||
+           (stage == Stage::combine && call.shape.is_pull_combine);
+  }
+
+ public:
+  // Tasks of the stages that are not cut into windows.
+  MOK_DEVICE static int32 num_plain_tasks(const Call& call, Stage stage) {
+    const Shape& s = call.shape;
+    const int32 token_blocks = ceil_div(call.num_tokens, s.row_block);
+    switch (stage) {
+      case Stage::publish:
+        return num_publish_tasks(call);
+      case Stage::shared_gate_up:
+        return token_blocks * num_shared_gate_up_tiles(s);
+      case Stage::shared_down:
+        return s.shared_size ? token_blocks * num_down_tiles(s) : 0;
+      case Stage::dispatch:
+        return ceil_div(call.schedule.counts[kCountRoutes], kCopyRows);
+      case Stage::combine:
+        return ceil_div(call.num_tokens * s.topk, kCopyRows);
+      case Stage::reduce:
+        return max_of(1, ceil_div(call.num_tokens, kReduceTokens));
+      default:
+        return 0;
+    }
+  }
+
+ private:
+  MOK_DEVICE int32 num_parts() const {
+    const Shape& s = args_.call.shape;
+    switch (stage_) {
+      case Stage::dispatch:
+      case Stage::combine:
+        return num_copy_tasks(s);
+      case Stage::swiglu:
+        return s.row_block / kElementRows;
+      case Stage::gate_up:
+        return num_gate_up_tiles(s);
+      case Stage::shared_gate_up:
+        return num_shared_gate_up_tiles(s);
+      default:
+        return num_down_tiles(s);
+    }
+  }
+  MOK_DEVICE int32 num_window_tasks() const {
+    // In one kernel, gate_up applies swiglu and down pushes: the later stage has no tasks of its own.
+    if (stage_ == Stage::swiglu && is_swiglu_in_gate_up(args_.call)) return 0;
+    if (stage_ == Stage::combine && is_combine_in_down(args_.call)) return 0;
+    const int32* start = args_.call.schedule.window_start + first_window_ + window_;
+    return (start[1] - start[0]) * num_parts();
+  }
+
+  MOK_DEVICE void decode(int32 index, Task* task) const {
+    const Call& call = args_.call;
+    task->stage = stage_;
+    task->block = 0;
+    task->part = index;
+    if (stage_ == Stage::publish || stage_ == Stage::reduce || is_source_stage(call, stage_)) return;
+    if (stage_ == Stage::shared_gate_up || stage_ == Stage::shared_down) {
+      const int32 num_blocks = ceil_div(call.num_tokens, call.shape.row_block);  // one "expert": rows fastest
+      task->block = index % num_blocks;
+      task->part = index / num_blocks;
+      return;
+    }
+    const int32* start = call.schedule.window_start + first_window_ + window_;
+    if (stage_ != Stage::gate_up && stage_ != Stage::down) {
+      task->block = start[0] + index / num_parts();
+      task->part = index % num_parts();
+      return;
+    }
+    // GEMM: expert by expert; inside an expert rows fastest, so that a column tile of weights is read once.
+    int32 begin = start[0];
+    for (;;) {
+      const int32 expert = call.schedule.row_block_expert[begin];
+      const int32 end = min_of(start[1], call.schedule.segment_start[expert + 1] / call.shape.row_block);
+      const int32 num_blocks = end - begin;
+      if (index < num_blocks * num_parts()) {
+        task->block = begin + index % num_blocks;
+        task->part = index / num_blocks;
+        return;
+      }
+      index -= num_blocks * num_parts();
+      begin = end;
+    }
+  }
+
+  const Args& args_;
+  const Launch& launch_;
+  Role role_;
+  Phase phase_;
+  int32 num_generations_, generation_, end_generation_;
+  int32 step_ = 0, stage_idx_ = 0;
+  int32 first_window_ = 0, window_ = 0;
+  Stage stage_ = Stage::publish;
+  int64 chunk_begin_ = 0;
+  int32 num_tasks_ = 0;
+};
+
+}  // namespace mok

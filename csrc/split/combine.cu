@@ -1,0 +1,8 @@
+// combine, alone in its kernel: one launch a generation; the last one says done.
+#include "stages/combine.h"
+
+#include "targets/driver.h"
+
+namespace mok::kernels {
+MOK_KERNEL(combine) { run_tasks<group_bit(Stage::combine)>(args, launch, worker); }
+}  // namespace mok::kernels

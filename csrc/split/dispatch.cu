@@ -1,0 +1,8 @@
+// dispatch, alone in its kernel: one launch a generation.
+#include "stages/dispatch.h"
+
+#include "targets/driver.h"
+
+namespace mok::kernels {
+MOK_KERNEL(dispatch) { run_tasks<group_bit(Stage::dispatch)>(args, launch, worker); }
+}  // namespace mok::kernels

@@ -1,0 +1,8 @@
+// publish, alone in its kernel.
+#include "stages/publish.h"
+
+#include "targets/driver.h"
+
+namespace mok::kernels {
+MOK_KERNEL(publish) { run_single<Publish, false>(args, launch, worker); }
+}  // namespace mok::kernels

@@ -1,0 +1,11 @@
+// reduce: the last kernel of a forward in every plan.
+#include "stages/reduce.h"
+
+#include "targets/driver.h"
+
+namespace mok::kernels {
+MOK_KERNEL(reduce) {
+  run_single<Reduce, false>(args, launch, worker);
+  leave_call(args, Edge::exited, launch, worker);
+}
+}  // namespace mok::kernels

@@ -1,0 +1,8 @@
+// swiglu, alone in its kernel: one launch a generation.
+#include "stages/swiglu.h"
+
+#include "targets/driver.h"
+
+namespace mok::kernels {
+MOK_KERNEL(swiglu) { run_tasks<group_bit(Stage::swiglu)>(args, launch, worker); }
+}  // namespace mok::kernels

@@ -1,0 +1,161 @@
+// dispatch: rows go from their tokens to their experts.
+//
+// Pull (the default): the rank that owns the expert reads each row from the source's published x into
+// its own ring slot. Nobody coordinates destinations, and a hot rank spreads its reads over all links.
+// Push (an ablation): the source writes its rows into the owners' rings; it must know that the owner
+// has entered the call, and the ring must hold all rows.
+#pragma once
+
+#include "stages/stage.h"
+
+namespace mok {
+
+struct DispatchPull {
+  static constexpr Stage kStage = Stage::dispatch;
+  static constexpr bool kIsCopyOnly = true;
+
+  template <class Worker>
+  MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
+    const Call& call = args.call;
+    if (!wait_slot_free(call, task.block, signals)) return false;
+    const int64 first = first_row(call, task);
+    for (int32 i = 0; i < num_valid_rows(call, task.block, task.part * kCopyRows, kCopyRows); ++i)
+      if (!signals.wait_rank(Edge::input_ready, call.schedule.peer_rank[first + i])) return false;
+    return true;
+  }
+
+  template <class Worker>
+  MOK_DEVICE static void tile(const Args& args, Worker& worker, const Task& task) {
+    const Call& call = args.call;
+    const int64 first = first_row(call, task), width = call.shape.hidden_size;
+    worker.copy_rows(
+        kCopyRows, width * sizeof(bf16), [&](int32 i) { return x_row(call, task.block, task.part * kCopyRows + i); },
+        [&](int32 i) -> const bf16* {
+          const int32 src_rank = call.schedule.peer_rank[first + i];
+          if (src_rank < 0) return nullptr;  // padding: zeros
+          return call.peer<bf16>(Region::x, src_rank) +
+                 call.schedule.peer_token_idx[first + i] / call.shape.topk * width;
+        });
+  }
+
+  template <class Worker>
+  MOK_DEVICE static void publishes(const Args& args, const Task& task, Signals<Worker>& signals) {
+    signals.add(Edge::x_ready, signal_grain(Edge::x_ready, args.call, task.block).index);
+  }
+
+  MOK_DEVICE static Cost cost(const Call& call, const Task& task) {
+    const int64 rows = num_valid_rows(call, task.block, task.part * kCopyRows, kCopyRows);
+    return Cost{rows, 2 * rows * call.shape.hidden_size * int64{sizeof(bf16)}, 0};
+  }
+
+ private:
+  MOK_DEVICE static int64 first_row(const Call& call, const Task& task) {
+    return int64{task.block} * call.shape.row_block + task.part * kCopyRows;
+  }
+  template <class Worker>
+  MOK_DEVICE static bool wait_slot_free(const Call& call, int32 block, Signals<Worker>& signals) {
+    const Shape& s = call.shape;
+    const int32 macrobatch = block_macrobatch(s, block), own_slot = block_slot(s, block);
+    // Serial ring: the whole ring must be free, not just this slot.
+    const int32 begin = s.is_serial_ring ? 0 : own_slot;
+    const int32 end = s.is_serial_ring ? s.slots_per_ring() : own_slot + 1;
+    for (int32 slot = begin; slot < end; ++slot) {
+      const int32 before = slot_predecessor(call, macrobatch, slot);
+      if (before < 0) continue;
+      const Word frees = static_cast<Word>(slot_num_blocks(call, before, slot)) * arrivals(Edge::slot_free, call);
+      if (!signals.wait_local(Edge::slot_free, slot_index(s, before, slot), frees)) return false;
+    }
+    return true;
+  }
+};
+
+struct DispatchPush {
+  static constexpr Stage kStage = Stage::dispatch;
+  static constexpr bool kIsCopyOnly = true;
+
+  template <class Worker>
+  MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
+    for (int32 i = 0; i < num_routes(args.call, task); ++i)
+      if (!signals.wait_rank(Edge::entered, args.call.schedule.route_rank[route(args.call, task, i)])) return false;
+    return true;
+  }
+
+  template <class Worker>
+  MOK_DEVICE static void tile(const Args& args, Worker& worker, const Task& task) {
+    const Call& call = args.call;
+    const int64 width = call.shape.hidden_size;
+    worker.copy_rows(
+        num_routes(call, task), width * sizeof(bf16),
+        [&](int32 i) {
+          const int32 idx = route(call, task, i);
+          return call.peer<bf16>(Region::ring_x, call.schedule.route_rank[idx]) + call.schedule.route_row[idx] * width;
+        },
+        [&](int32 i) { return call.tensors.x + route(call, task, i) / call.shape.topk * width; });
+  }
+
+  // Rows are pushed in the owners' order, so a task touches a few row blocks; whoever completes this
+  // rank's share of a block (or slot) tells its owner.
+  template <class Worker>
+  MOK_DEVICE static void publishes(const Args& args, const Task& task, Signals<Worker>& signals) {
+    const Call& call = args.call;
+    const int32 count = num_routes(call, task);
+    for (int32 i = 0; i < count;) {
+      int32 end = i + 1;
+      while (end < count && is_same_signal(call, position(task, i), position(task, end))) ++end;
+      const int32 idx = route(call, task, i), owner = call.schedule.route_rank[idx];
+      const int64 signal = signal_of(call, idx);
+      const int64 counter = int64{owner} * call.shape.capacity_blocks() + signal;
+      const Word total = share(call, position(task, i));
+      if (signals.arrive(Edge::pushed, counter, total, end - i)) signals.set_arrival(Edge::x_arrived, signal, owner);
+      i = end;
+    }
+  }
+
+  MOK_DEVICE static Cost cost(const Call& call, const Task& task) {
+    const int64 rows = num_routes(call, task);
+    return Cost{rows, 2 * rows * call.shape.hidden_size * int64{sizeof(bf16)}, 0};
+  }
+
+ private:
+  MOK_DEVICE static int32 position(const Task& task, int32 i) { return task.part * kCopyRows + i; }
+  MOK_DEVICE static int32 num_routes(const Call& call, const Task& task) {
+    return min_of(kCopyRows, call.schedule.counts[kCountRoutes] - task.part * kCopyRows);
+  }
+  MOK_DEVICE static int32 route(const Call& call, const Task& task, int32 i) {
+    return call.schedule.sorted_route[position(task, i)];
+  }
+  MOK_DEVICE static int64 signal_of(const Call& call, int32 idx) {
+    const int32 rows = call.shape.is_minibatch_grain ? call.shape.minibatch : call.shape.row_block;
+    return call.schedule.route_row[idx] / rows;
+  }
+  MOK_DEVICE static bool is_same_signal(const Call& call, int32 a, int32 b) {
+    const int32 ra = call.schedule.sorted_route[a], rb = call.schedule.sorted_route[b];
+    return call.schedule.route_rank[ra] == call.schedule.route_rank[rb] && signal_of(call, ra) == signal_of(call, rb);
+  }
+  // How many rows this rank sends to the signal's rows: they are neighbours in the sorted order.
+  MOK_DEVICE static Word share(const Call& call, int32 at) {
+    int32 begin = at, end = at + 1;
+    while (begin > 0 && is_same_signal(call, begin - 1, at)) --begin;
+    while (end < call.schedule.counts[kCountRoutes] && is_same_signal(call, end, at)) ++end;
+    return static_cast<Word>(end - begin);
+  }
+};
+
+// gate_up's side of x_ready: all rows of the block have come.
+template <class Worker>
+MOK_DEVICE bool wait_x_ready(const Call& call, int32 block, Signals<Worker>& signals) {
+  if (!call.shape.is_push_dispatch) {
+    const Grain grain = signal_grain(Edge::x_ready, call, block);
+    return signals.wait_local(Edge::x_ready, grain.index, grain.want);
+  }
+  const int32 blocks = call.shape.is_minibatch_grain ? call.shape.blocks_per_slot() : 1;
+  const int32 first_block = block / blocks * blocks;
+  const int32 end_block = min_of(first_block + blocks, num_rows(call) / call.shape.row_block);
+  for (int64 row = int64{first_block} * call.shape.row_block; row < int64{end_block} * call.shape.row_block; ++row) {
+    const int32 src_rank = call.schedule.peer_rank[row];
+    if (src_rank >= 0 && !signals.wait_arrival(Edge::x_arrived, block / blocks, src_rank)) return false;
+  }
+  return true;
+}
+
+}  // namespace mok

@@ -1,0 +1,240 @@
+// grouped_gemm: the expert matrix products, one struct for gate_up, down and the shared expert's two.
+//
+// A GEMM stage is a pure function of its task; the loops that load, multiply and overlap live in
+// targets/. The target calls, in this order:
+//   decode(call, task)            which rows, columns and k range
+//   needs(args, task, signals)
+//   operands(call, task, gemm)    row blocks of K-contiguous matrices: A[rows, k], B[cols, k] once or twice
+//   planes(call, task, out)       what the tile leaves behind
+//   element(...)                  accumulators -> BF16, for 32 columns of a row held by the calling lanes
+//   store(...)                    the BF16 tile of a plane -> memory, own or a peer's
+//   publishes(args, task, signals)
+// Gate and up of the same element meet in one call of `element` (two accumulators), so swiglu is
+// pointwise there. Sums run over k ascending from zero, whatever the number of rows.
+#pragma once
+
+#include "stages/combine.h"
+#include "stages/dispatch.h"
+#include "stages/stage.h"
+#include "stages/swiglu.h"
+
+namespace mok {
+
+struct GemmTile {
+  int32 expert;     // local expert; 0 for the shared expert
+  int32 num_rows;   // valid rows; the other rows of the block are padding
+  int32 first_col;  // output columns [first_col, first_col + num_cols)
+  int32 num_cols;
+  int32 num_k;
+};
+
+// K-contiguous matrices that a product may read.
+enum class Matrix : int32 {
+  x,  // the caller's tokens (shared expert)
+  ring_x,
+  context_x,
+  ring_hidden,
+  shared_hidden,
+  w_routed_gate,
+  w_routed_up,
+  w_routed_down,
+  w_shared_gate,
+  w_shared_up,
+  w_shared_down,
+};
+MOK_DEVICE const bf16* matrix_base(const Call& call, Matrix matrix) {
+  switch (matrix) {
+    case Matrix::x:
+      return call.tensors.x;
+    case Matrix::ring_x:
+      return call.at<bf16>(Region::ring_x);
+    case Matrix::context_x:
+      return call.tensors.context_x;
+    case Matrix::ring_hidden:
+      return call.at<bf16>(Region::ring_hidden);
+    case Matrix::shared_hidden:
+      return call.at<bf16>(Region::shared_hidden);
+    case Matrix::w_routed_gate:
+      return call.tensors.w_routed_gate;
+    case Matrix::w_routed_up:
+      return call.tensors.w_routed_up;
+    case Matrix::w_routed_down:
+      return call.tensors.w_routed_down;
+    case Matrix::w_shared_gate:
+      return call.tensors.w_shared_gate;
+    case Matrix::w_shared_up:
+      return call.tensors.w_shared_up;
+    default:
+      return call.tensors.w_shared_down;
+  }
+}
+
+struct Operands {
+  Matrix a;
+  int64 a_row;
+  Matrix b[2];
+  int64 b_row;
+};
+
+enum class Plane : int32 { gate, up, hidden, y };
+constexpr int kMaxPlanes = 3;
+
+template <Stage kStageValue>
+struct GroupedGemm {
+  static constexpr Stage kStage = kStageValue;
+  static constexpr bool kIsShared = kStage == Stage::shared_gate_up || kStage == Stage::shared_down;
+  static constexpr bool kIsGateUp = kStage == Stage::gate_up || kStage == Stage::shared_gate_up;
+  static constexpr int kNumAccumulators = kIsGateUp ? 2 : 1;
+  static constexpr int kTileCols = kIsGateUp ? kGateUpCols : kDownCols;
+
+  MOK_DEVICE static int32 width(const Call& call) {  // of the output
+    const Shape& s = call.shape;
+    return kIsGateUp ? (kIsShared ? s.shared_size : s.intermediate_size) : s.hidden_size;
+  }
+
+  MOK_DEVICE static GemmTile decode(const Call& call, const Task& task) {
+    const Shape& s = call.shape;
+    GemmTile tile;
+    tile.expert = kIsShared ? 0 : call.schedule.row_block_expert[task.block];
+    tile.num_rows = kIsShared ? min_of(s.row_block, call.num_tokens - task.block * s.row_block)
+                              : num_valid_rows(call, task.block, 0, s.row_block);
+    tile.first_col = task.part * kTileCols;
+    tile.num_cols = min_of(kTileCols, width(call) - tile.first_col);
+    tile.num_k = kIsGateUp ? s.hidden_size : kIsShared ? s.shared_size : s.intermediate_size;
+    return tile;
+  }
+
+  template <class Worker>
+  MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
+    const Call& call = args.call;
+    if constexpr (kStage == Stage::gate_up) return wait_x_ready(call, task.block, signals);
+    if constexpr (kStage == Stage::down)
+      return signals.wait_local(Edge::hidden_ready, task.block, arrivals(Edge::hidden_ready, call));
+    if constexpr (kStage == Stage::shared_down)
+      return signals.wait_local(Edge::shared_hidden_ready, task.block, arrivals(Edge::shared_hidden_ready, call));
+    return true;  // the shared expert's input is the caller's own tensor
+  }
+
+  MOK_DEVICE static Operands operands(const Call& call, const Task& task, const GemmTile& tile) {
+    Operands operands;
+    operands.b_row = int64{tile.expert} * width(call) + tile.first_col;
+    operands.a_row = kIsShared ? int64{task.block} * call.shape.row_block : block_ring_row(call.shape, task.block);
+    if constexpr (kStage == Stage::gate_up) {
+      const bool is_in_context =
+          call.tensors.context_x && !call.shape.is_push_dispatch && block_macrobatch(call.shape, task.block) == 0;
+      operands.a = is_in_context ? Matrix::context_x : Matrix::ring_x;
+      operands.b[0] = Matrix::w_routed_gate;
+      operands.b[1] = Matrix::w_routed_up;
+    } else if constexpr (kStage == Stage::down) {
+      operands.a = Matrix::ring_hidden;
+      operands.b[0] = operands.b[1] = Matrix::w_routed_down;
+    } else if constexpr (kStage == Stage::shared_gate_up) {
+      operands.a = Matrix::x;
+      operands.b[0] = Matrix::w_shared_gate;
+      operands.b[1] = Matrix::w_shared_up;
+    } else {
+      operands.a = Matrix::shared_hidden;
+      operands.b[0] = operands.b[1] = Matrix::w_shared_down;
+    }
+    return operands;
+  }
+
+  // gate_up leaves gate and up where they are kept or where swiglu is a kernel of its own, and h where it is not.
+  MOK_DEVICE static int32 planes(const Call& call, const Task& task, Plane (&out)[kMaxPlanes]) {
+    if constexpr (!kIsGateUp) {
+      out[0] = Plane::y;
+      return 1;
+    } else {
+      const bool is_swiglu_here = kIsShared || is_swiglu_in_gate_up(call);
+      const bool is_kept = kIsShared ? call.tensors.context_shared_gate != nullptr
+                                     : call.tensors.context_gate && block_macrobatch(call.shape, task.block) == 0;
+      int32 count = 0;
+      if (is_swiglu_here) out[count++] = Plane::hidden;
+      if (is_kept || !is_swiglu_here) {
+        out[count++] = Plane::gate;
+        out[count++] = Plane::up;
+      }
+      return count;
+    }
+  }
+
+  // The calling lanes hold 32 columns of one row; this one holds Lanes::kNum of them.
+  template <class Lanes>
+  MOK_DEVICE static void element(const Call& call, Plane plane, const float (&acc0)[Lanes::kNum],
+                                 const float (&acc1)[Lanes::kNum], const Lanes&, bf16 (&out)[Lanes::kNum]) {
+    MOK_UNROLL
+    for (int32 i = 0; i < Lanes::kNum; ++i) {
+      if (plane == Plane::hidden)
+        out[i] = swiglu(call, to_bf16(acc0[i]), to_bf16(acc1[i]));
+      else
+        out[i] = to_bf16(plane == Plane::up ? acc1[i] : acc0[i]);
+    }
+  }
+
+  // Stores rows [0, row_block) of a plane's tile. Padding rows become zeros, except in y, which nobody reads there.
+  template <class Worker>
+  MOK_DEVICE static void store(const Call& call, Worker& worker, const Task& task, const GemmTile& tile, Plane plane,
+                               const bf16* values, int64 pitch) {
+    const bool is_pushed = kStage == Stage::down && is_combine_in_down(call);
+    const int32 num_rows = (kIsShared || is_pushed) ? tile.num_rows : call.shape.row_block;
+    worker.copy_rows(
+        num_rows, tile.num_cols * int64{sizeof(bf16)},
+        [&](int32 i) { return destination(call, task, plane, is_pushed, i) + tile.first_col; },
+        [&](int32 i) { return i < tile.num_rows ? values + i * pitch : nullptr; });
+  }
+
+  template <class Worker>
+  MOK_DEVICE static void publishes(const Args& args, const Task& task, Signals<Worker>& signals) {
+    const Call& call = args.call;
+    if constexpr (kStage == Stage::gate_up) {
+      signals.add(is_swiglu_in_gate_up(call) ? Edge::hidden_ready : Edge::gate_up_ready, task.block);
+    } else if constexpr (kStage == Stage::shared_gate_up) {
+      signals.add(Edge::shared_hidden_ready, task.block);
+    } else if constexpr (kStage == Stage::shared_down) {
+      signals.add(Edge::shared_ready, task.block);
+    } else if (is_combine_in_down(call)) {
+      free_slot(call, task.block, signals);
+    } else {
+      const Grain grain = signal_grain(Edge::y_ready, call, task.block);
+      if (!call.shape.is_pull_combine) {
+        signals.add(Edge::y_ready, grain.index);
+      } else if (signals.arrive(Edge::y_ready, grain.index, grain.want)) {
+        for (int32 dst = 0; dst < call.shape.num_ranks; ++dst) signals.set_arrival(Edge::y_arrived, grain.index, dst);
+      }
+    }
+  }
+
+  MOK_DEVICE static Cost cost(const Call& call, const Task& task) {
+    const GemmTile tile = decode(call, task);
+    const int64 rows = tile.num_rows, cols = tile.num_cols, k = tile.num_k;
+    // Rows are counted once a block, not once a column tile.
+    const int64 elements = rows * k + kNumAccumulators * cols * k + rows * cols;
+    return Cost{task.part == 0 ? rows : 0, elements * int64{sizeof(bf16)}, 2 * kNumAccumulators * rows * cols * k};
+  }
+
+ private:
+  MOK_DEVICE static bf16* destination(const Call& call, const Task& task, Plane plane, bool is_pushed, int32 i) {
+    const Tensors& t = call.tensors;
+    const int64 token_row = int64{task.block} * call.shape.row_block + i;
+    if constexpr (kIsShared) {
+      bf16* base = plane == Plane::y      ? call.at<bf16>(Region::shared_y)
+                   : plane == Plane::gate ? t.context_shared_gate
+                   : plane == Plane::up   ? t.context_shared_up
+                                          : call.at<bf16>(Region::shared_hidden);
+      return base + token_row * width(call);
+    } else {
+      if (is_pushed) return combine_destination(call, token_row);
+      if (plane == Plane::gate) return gate_row(call, task.block, i);
+      if (plane == Plane::up) return up_row(call, task.block, i);
+      if (plane == Plane::hidden) return hidden_row(call, task.block, i);
+      return y_row(call, task.block, i);
+    }
+  }
+};
+
+using GateUp = GroupedGemm<Stage::gate_up>;
+using Down = GroupedGemm<Stage::down>;
+using SharedGateUp = GroupedGemm<Stage::shared_gate_up>;
+using SharedDown = GroupedGemm<Stage::shared_down>;
+
+}  // namespace mok

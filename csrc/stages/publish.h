@@ -1,0 +1,57 @@
+// publish: a rank's input becomes readable for its peers.
+//
+// Every rank publishes, with tokens or without. The input of the last call may be overwritten only
+// when every rank is done with it, so this is where a call waits for the `done` of the one before.
+#pragma once
+
+#include "stages/stage.h"
+
+namespace mok {
+
+struct Publish {
+  static constexpr Stage kStage = Stage::publish;
+  static constexpr bool kIsCopyOnly = true;
+
+  template <class Worker>
+  MOK_DEVICE static bool needs(const Args&, const Task& task, Signals<Worker>& signals) {
+    // "I have entered": peers may write here from now on. Before any wait, so that nobody waits in a circle.
+    if (task.part == 0) signals.set_all_ranks(Edge::entered);
+    return signals.wait_all_ranks(Edge::done, /*epochs_back=*/1);
+  }
+
+  template <class Worker>
+  MOK_DEVICE static void tile(const Args& args, Worker& worker, const Task& task) {
+    const Call& call = args.call;
+    if (task.part == 0) clear_next_bank(args, worker);
+    bf16* published = call.at<bf16>(Region::x);
+    if (published == call.tensors.x) return;  // the caller wrote the symmetric buffer itself
+    const int64 width = call.shape.hidden_size, first = int64{task.part} * kCopyRows;
+    worker.copy_rows(
+        num_tokens(call, task), width * sizeof(bf16), [&](int32 i) { return published + (first + i) * width; },
+        [&](int32 i) { return call.tensors.x + (first + i) * width; });
+  }
+
+  template <class Worker>
+  MOK_DEVICE static void publishes(const Args& args, const Task&, Signals<Worker>& signals) {
+    if (signals.arrive(Edge::published, 0, num_publish_tasks(args.call))) signals.set_all_ranks(Edge::input_ready);
+  }
+
+  MOK_DEVICE static Cost cost(const Call& call, const Task& task) {
+    const int64 rows = num_tokens(call, task);
+    return Cost{rows, 2 * rows * call.shape.hidden_size * int64{sizeof(bf16)}, 0};
+  }
+
+ private:
+  MOK_DEVICE static int32 num_tokens(const Call& call, const Task& task) {
+    return max_of(0, min_of(kCopyRows, call.num_tokens - task.part * kCopyRows));
+  }
+  // The counters of the next call were used by the one before this, which is over.
+  template <class Worker>
+  MOK_DEVICE static void clear_next_bank(const Args& args, Worker& worker) {
+    const Shape& s = args.call.shape;
+    Word* bank = args.call.at<Word>(Region::counters) + bank_start(false, (args.call_epoch + 1) & 1, s);
+    worker.for_each(bank_size(false, s), [&](int64 i) { bank[i] = 0; });
+  }
+};
+
+}  // namespace mok

@@ -1,0 +1,94 @@
+// How a host worker runs tasks: wait, tile (or GEMM loop and epilogue), publish.
+#pragma once
+
+#include "protocol/leave.h"
+#include "stages/combine.h"
+#include "stages/dispatch.h"
+#include "stages/grouped_gemm.h"
+#include "stages/publish.h"
+#include "stages/reduce.h"
+#include "stages/swiglu.h"
+#include "targets/host/gemm.h"
+#include "targets/host/worker.h"
+
+#define MOK_KERNEL(name) void name(const Args& args, const Launch& launch, mok::host::Worker& worker)
+
+namespace mok {
+
+using host::Worker;
+
+// A copy or element stage.
+template <class S, class TaskOfStage>
+bool run_tile(const Args& args, Worker& worker, const TaskOfStage& task) {
+  Signals<Worker> signals(args, worker);
+  if (!S::needs(args, task, signals)) return false;
+  const long long begin = host::now_ns();
+  S::tile(args, worker, task);
+  worker.stats(S::kStage).busy_ns += host::now_ns() - begin;
+  worker.count(S::kStage, S::cost(args.call, task));
+  S::publishes(args, task, signals);
+  return true;
+}
+
+template <class S>
+bool run_gemm(const Args& args, Worker& worker, const Task& task) {
+  Signals<Worker> signals(args, worker);
+  if (!S::needs(args, task, signals)) return false;
+  host::gemm_tile<S>(args.call, worker, task);
+  worker.count(S::kStage, S::cost(args.call, task));
+  S::publishes(args, task, signals);
+  return true;
+}
+
+// All tasks of a kernel that holds the stages of kGroup (and, fused, publish and the shared expert).
+template <Group kGroup, bool kHasPrologue = false>
+void run_tasks(const Args& args, const Launch& launch, Worker& worker) {
+  Tasks tasks(args, launch, worker.role());
+  Task task;
+  bool is_running = true;
+  while (is_running && tasks.next(worker, &task)) {
+    worker.begin_task(task);
+    if constexpr (kHasPrologue) {
+      if (task.stage == Stage::publish) is_running = run_tile<Publish>(args, worker, task);
+      if (task.stage == Stage::shared_gate_up) is_running = run_gemm<SharedGateUp>(args, worker, task);
+      if (task.stage == Stage::shared_down) is_running = run_gemm<SharedDown>(args, worker, task);
+    }
+    if constexpr (holds(kGroup, Stage::dispatch)) {
+      if (task.stage == Stage::dispatch)
+        is_running = args.call.shape.is_push_dispatch ? run_tile<DispatchPush>(args, worker, task)
+                                                      : run_tile<DispatchPull>(args, worker, task);
+    }
+    if constexpr (holds(kGroup, Stage::gate_up)) {
+      if (task.stage == Stage::gate_up) is_running = run_gemm<GateUp>(args, worker, task);
+    }
+    if constexpr (holds(kGroup, Stage::swiglu)) {
+      if (task.stage == Stage::swiglu) is_running = run_tile<Swiglu>(args, worker, task);
+    }
+    if constexpr (holds(kGroup, Stage::down)) {
+      if (task.stage == Stage::down) is_running = run_gemm<Down>(args, worker, task);
+    }
+    if constexpr (holds(kGroup, Stage::combine)) {
+      if (task.stage == Stage::combine)
+        is_running = args.call.shape.is_pull_combine ? run_tile<CombinePull>(args, worker, task)
+                                                     : run_tile<CombinePush>(args, worker, task);
+    }
+  }
+  leave_last_group(args, launch, worker);
+}
+
+// All tasks of a kernel of one stage that is not cut into windows.
+template <class S, bool kIsGemm>
+void run_single(const Args& args, const Launch& launch, Worker& worker) {
+  Tasks tasks(args, launch, worker.role());
+  Task task;
+  bool is_running = true;
+  while (is_running && tasks.next(worker, &task)) {
+    worker.begin_task(task);
+    if constexpr (kIsGemm)
+      is_running = run_gemm<S>(args, worker, task);
+    else
+      is_running = run_tile<S>(args, worker, task);
+  }
+}
+
+}  // namespace mok

@@ -1,0 +1,15 @@
+// C[rows, cols] += A[rows, k] * B[cols, k]^T for BF16 operands and FP32 sums, k ascending.
+#pragma once
+
+#include <vector>
+
+#include "numeric.h"
+
+namespace mok::host {
+
+// `acc` is [rows, num_b * pitch]: the products with b[0] in columns [0, num_cols), with b[1] from `pitch` on.
+// Each sum is one chain over k, so a result does not depend on how many rows stand beside it.
+void multiply(int num_rows, int num_cols, int num_b, int pitch, int64 k, const bf16* a, const bf16* const (&b)[2],
+              float* acc, std::vector<float>& a_panel, std::vector<float>& b_panel);
+
+}  // namespace mok::host

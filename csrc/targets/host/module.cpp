@@ -1,0 +1,320 @@
+// The Python module mok_modular._host: workspaces in host memory, and one function that runs a call.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <map>
+
+#include "targets/host/gemm.h"
+#include "targets/host/kernels.h"
+#include "targets/host/workspace.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mok::kernels {
+void ring_block(const Call& call, int32 block, int32* table);
+}
+
+namespace mok::host {
+namespace {
+
+using Pointers = std::map<std::string, std::uintptr_t>;
+
+template <class T>
+T* take(const Pointers& pointers, const char* name) {
+  const auto found = pointers.find(name);
+  return found == pointers.end() ? nullptr : reinterpret_cast<T*>(found->second);
+}
+
+Schedule make_schedule(const Pointers& p) {
+  Schedule s;
+  s.peer_rank = take<int32>(p, "peer_rank");
+  s.peer_token_idx = take<int32>(p, "peer_token_idx");
+  s.segment_start = take<int32>(p, "segment_start");
+  s.segment_num_rows = take<int32>(p, "segment_num_rows");
+  s.row_block_expert = take<int32>(p, "row_block_expert");
+  s.window_start = take<int32>(p, "window_start");
+  s.generation_window = take<int32>(p, "generation_window");
+  s.counts = take<int32>(p, "counts");
+  s.route_rank = take<int32>(p, "route_rank");
+  s.route_row = take<int32>(p, "route_row");
+  s.sorted_route = take<int32>(p, "sorted_route");
+  return s;
+}
+
+Tensors make_tensors(const Pointers& p) {
+  Tensors t;
+  t.x = take<bf16>(p, "x");
+  t.router_weights = take<float>(p, "router_weights");
+  t.w_shared_gate = take<bf16>(p, "w_shared_gate");
+  t.w_shared_up = take<bf16>(p, "w_shared_up");
+  t.w_shared_down = take<bf16>(p, "w_shared_down");
+  t.w_routed_gate = take<bf16>(p, "w_routed_gate");
+  t.w_routed_up = take<bf16>(p, "w_routed_up");
+  t.w_routed_down = take<bf16>(p, "w_routed_down");
+  t.top_experts = take<int32>(p, "top_experts");
+  t.output = take<bf16>(p, "output");
+  t.context_x = take<bf16>(p, "context_x");
+  t.context_gate = take<bf16>(p, "context_gate");
+  t.context_up = take<bf16>(p, "context_up");
+  t.context_shared_gate = take<bf16>(p, "context_shared_gate");
+  t.context_shared_up = take<bf16>(p, "context_shared_up");
+  return t;
+}
+
+const char* reason_name(Reason reason) {
+  constexpr const char* kNames[] = {"ok", "deadlock", "timeout", "mismatch", "interrupted"};
+  return kNames[static_cast<int>(reason)];
+}
+
+nb::dict to_dict(const WaitRecord& w) {
+  nb::dict d;
+  d["rank"] = w.rank;
+  d["worker"] = w.worker;
+  d["kernel"] = w.kernel;
+  d["stage"] = stage_name(w.stage);
+  d["block"] = w.block;
+  d["part"] = w.part;
+  d["edge"] = edge_name(w.edge);
+  d["index"] = w.index;
+  d["peer"] = w.peer;
+  d["have"] = w.have;
+  d["want"] = w.want;
+  return d;
+}
+
+nb::list to_list(const std::vector<KernelStats>& kernels) {
+  nb::list rows;
+  for (const KernelStats& kernel : kernels) {
+    for (int i = 0; i < kNumStages; ++i) {
+      const StageStats& s = kernel.stages[i];
+      if (!s.busy_ns && !s.wait_ns && !s.num_rows) continue;
+      nb::dict row;
+      row["name"] = stage_name(static_cast<Stage>(i));
+      row["kernel"] = kernel.kernel;
+      row["num_rows"] = s.num_rows;
+      row["num_bytes"] = s.num_bytes;
+      row["flops"] = s.num_flops;
+      row["busy_s"] = s.busy_ns * 1e-9;
+      row["wait_s"] = s.wait_ns * 1e-9;
+      rows.append(row);
+    }
+  }
+  return rows;
+}
+
+Edge edge_by_name(const std::string& name) {
+  for (int i = 0; i < kNumEdges; ++i)
+    if (name == edge_name(static_cast<Edge>(i))) return static_cast<Edge>(i);
+  throw nb::value_error(("no edge has the name '" + name + "'").c_str());
+}
+Stage stage_by_name(const std::string& name) {
+  for (int i = 0; i < kNumStages; ++i)
+    if (name == stage_name(static_cast<Stage>(i))) return static_cast<Stage>(i);
+  throw nb::value_error(("no stage has the name '" + name + "'").c_str());
+}
+
+nb::dict run(Workspace& workspace, std::vector<RankProgram*> programs, const std::string& order,
+             unsigned long long seed, bool use_threads, double timeout_s, double start_timeout_s,
+             const std::vector<std::tuple<std::string, int, int, long long>>& lost_signals) {
+  Options options;
+  if (order != "round_robin" && order != "random" && order != "last_first")
+    throw nb::value_error("order must be 'round_robin', 'random' or 'last_first'");
+  options.order = order == "random" ? Order::random : order == "last_first" ? Order::last_first : Order::round_robin;
+  options.seed = seed;
+  options.use_threads = use_threads;
+  options.timeout_s = timeout_s;
+  options.start_timeout_s = start_timeout_s;
+  std::vector<Fault> faults;
+  for (const auto& [edge, rank, dst_rank, index] : lost_signals)
+    faults.push_back(Fault{edge_by_name(edge), rank, dst_rank, index});
+  std::vector<RankProgram> ranks;
+  for (std::size_t rank = 0; rank < programs.size(); ++rank) {
+    ranks.push_back(*programs[rank]);
+    ranks.back().call.regions = workspace.table(static_cast<int>(rank));
+  }
+  Result result;
+  {
+    const nb::gil_scoped_release release;
+    const auto runtime = make_runtime(ranks, options, faults);
+    workspace.set_runtime(runtime.get());
+    try {
+      runtime->run();
+    } catch (...) {
+      workspace.set_runtime(nullptr);
+      throw;
+    }
+    workspace.set_runtime(nullptr);
+    result = runtime->take_result();
+  }
+  nb::dict out;
+  nb::list waits, stats;
+  for (const WaitRecord& wait : result.waits) waits.append(to_dict(wait));
+  for (const auto& rank : result.stats) stats.append(to_list(rank));
+  out["reason"] = reason_name(result.reason);
+  out["waits"] = waits;
+  out["stats"] = stats;
+  out["num_switches"] = result.num_switches;
+  return out;
+}
+
+void bind_shape(nb::module_& m) {
+  nb::class_<Shape>(m, "Shape")
+      .def(nb::init<>())
+      .def_rw("num_ranks", &Shape::num_ranks)
+      .def_rw("max_tokens", &Shape::max_tokens)
+      .def_rw("topk", &Shape::topk)
+      .def_rw("hidden_size", &Shape::hidden_size)
+      .def_rw("intermediate_size", &Shape::intermediate_size)
+      .def_rw("shared_size", &Shape::shared_size)
+      .def_rw("num_local_experts", &Shape::num_local_experts)
+      .def_rw("row_block", &Shape::row_block)
+      .def_rw("minibatch", &Shape::minibatch)
+      .def_rw("capacity_rows", &Shape::capacity_rows)
+      .def_rw("ring_rows", &Shape::ring_rows)
+      .def_rw("is_push_dispatch", &Shape::is_push_dispatch)
+      .def_rw("is_pull_combine", &Shape::is_pull_combine)
+      .def_rw("is_minibatch_grain", &Shape::is_minibatch_grain)
+      .def_rw("is_serial_ring", &Shape::is_serial_ring)
+      .def_prop_ro("max_generations", &Shape::max_generations)
+      .def_prop_ro("max_windows", &Shape::max_windows)
+      .def("region_bytes", [](const Shape& s) {
+        std::map<std::string, int64> bytes;
+        for (int i = 0; i < kNumRegions; ++i)
+          bytes[region_name(static_cast<Region>(i))] = region_bytes(static_cast<Region>(i), s);
+        return bytes;
+      });
+}
+
+void bind_program(nb::module_& m) {
+  nb::class_<RankProgram>(m, "Program")
+      .def(
+          "__init__",
+          [](RankProgram* self, const std::string& kind, const Shape& shape, int rank, int num_tokens,
+             unsigned fingerprint, const std::vector<unsigned>& groups, const Pointers& schedule,
+             const Pointers& tensors, nb::object swiglu_limit) {
+            new (self) RankProgram();
+            Call& call = self->call;
+            call.kind = kind == "schedule" ? CallKind::schedule : CallKind::forward;
+            call.shape = shape;
+            call.rank = rank;
+            call.num_tokens = num_tokens;
+            call.fingerprint = fingerprint;
+            for (const unsigned group : groups)
+              for (int i = 0; i < kNumFusible; ++i)
+                if (group >> i & 1u) call.groups[i] = group;
+            call.schedule = make_schedule(schedule);
+            call.tensors = make_tensors(tensors);
+            call.has_swiglu_limit = !swiglu_limit.is_none();
+            if (call.has_swiglu_limit) call.swiglu_limit = nb::cast<float>(swiglu_limit);
+          },
+          "kind"_a, "shape"_a, "rank"_a, "num_tokens"_a, "fingerprint"_a, "groups"_a, "schedule"_a, "tensors"_a,
+          "swiglu_limit"_a.none())
+      .def(
+          "add_launch",
+          [](RankProgram& self, const std::string& name, unsigned group, const std::string& stage, int generation,
+             bool has_prologue, bool is_last_group, bool is_join, int stream, int num_workers, int num_comm_workers) {
+            LaunchSpec spec;
+            spec.name = name;
+            spec.launch.group = group;
+            if (group == 0) spec.launch.stage = stage_by_name(stage);
+            spec.launch.generation = generation;
+            spec.launch.has_prologue = has_prologue;
+            spec.launch.is_last_group = is_last_group;
+            spec.launch.launch_idx = static_cast<int32>(self.launches.size());
+            spec.kernel = find_kernel(group, spec.launch.stage);
+            if (!spec.kernel) throw nb::value_error(("the host target has no kernel '" + name + "'").c_str());
+            spec.is_join = is_join;
+            spec.stream = stream;
+            spec.num_workers = num_workers;
+            spec.num_comm_workers = num_comm_workers;
+            self.launches.push_back(spec);
+          },
+          "name"_a, "group"_a, "stage"_a, "generation"_a, "has_prologue"_a, "is_last_group"_a, "is_join"_a, "stream"_a,
+          "num_workers"_a, "num_comm_workers"_a);
+}
+
+// One grouped GEMM on one core, for benchmarks: rows x cols x k, once.
+void gemm(std::uintptr_t a, std::uintptr_t b, std::uintptr_t out, int num_rows, int num_cols, long long k) {
+  GemmScratch& scratch = gemm_scratch();
+  scratch.accumulators.assign(static_cast<std::size_t>(num_rows) * kDownCols, 0.0f);
+  for (int first = 0; first < num_cols; first += kDownCols) {
+    const int cols = min_of(kDownCols, num_cols - first);
+    std::fill(scratch.accumulators.begin(), scratch.accumulators.end(), 0.0f);
+    const bf16* bs[2] = {reinterpret_cast<const bf16*>(b) + first * k, nullptr};
+    multiply(num_rows, cols, 1, kDownCols, k, reinterpret_cast<const bf16*>(a), bs, scratch.accumulators.data(),
+             scratch.a_panel, scratch.b_panel);
+    for (int row = 0; row < num_rows; ++row)
+      for (int col = 0; col < cols; ++col)
+        reinterpret_cast<bf16*>(out)[int64{row} * num_cols + first + col] =
+            to_bf16(scratch.accumulators[static_cast<std::size_t>(row) * kDownCols + col]);
+  }
+}
+
+std::vector<std::tuple<int, int, int, int>> ring_table(const Shape& shape, int num_rows) {
+  std::vector<int32> counts(kNumCounts, 0), table(static_cast<std::size_t>(num_rows / shape.row_block) * 4);
+  counts[kCountRows] = num_rows;
+  Call call;
+  call.shape = shape;
+  call.schedule.counts = counts.data();
+  std::vector<std::tuple<int, int, int, int>> out;
+  for (int32 block = 0; block < num_rows / shape.row_block; ++block) {
+    kernels::ring_block(call, block, table.data());
+    const int32* row = table.data() + 4 * block;
+    out.emplace_back(row[0], row[1], row[2], row[3]);
+  }
+  return out;
+}
+
+}  // namespace
+
+NB_MODULE(_host, m) {
+  m.doc() = "The host target: stage code compiled for the CPU, run by fibers or threads.";
+  bind_shape(m);
+  nb::class_<Workspace>(m, "Workspace")
+      .def(nb::init<int>(), "num_ranks"_a)
+      .def("reserve", &Workspace::reserve, "shape"_a)
+      .def("reset", &Workspace::reset)
+      .def("interrupt", &Workspace::interrupt)
+      .def("num_bytes", &Workspace::num_bytes)
+      .def("epochs", &Workspace::epochs, "rank"_a)
+      .def(
+          "region_bytes",
+          [](const Workspace& self, int rank, const std::string& name) { return self.region(rank, name).second; },
+          "rank"_a, "name"_a)
+      .def(
+          "region",
+          [](nb::object self, int rank, const std::string& name) {
+            auto [data, bytes] = nb::cast<Workspace&>(self).region(rank, name);
+            const std::size_t shape[] = {bytes};
+            return nb::ndarray<nb::device::cpu, std::uint8_t>(data, 1, shape, self);
+          },
+          "rank"_a, "name"_a);
+  bind_program(m);
+  m.def("run", &run, "workspace"_a, "programs"_a, "order"_a, "seed"_a, "use_threads"_a, "timeout_s"_a,
+        "start_timeout_s"_a, "lost_signals"_a = std::vector<std::tuple<std::string, int, int, long long>>{});
+  m.def("gemm", &gemm, "a"_a, "b"_a, "out"_a, "num_rows"_a, "num_cols"_a, "k"_a,
+        nb::call_guard<nb::gil_scoped_release>());
+  m.def("ring_table", &ring_table, "shape"_a, "num_rows"_a,
+        "One row a block: (macrobatch, first ring row, slot, macrobatch that must have freed the slot or -1).");
+  m.def("worst_case_rows", &worst_case_rows, "num_routes"_a, "num_local_experts"_a, "row_block"_a);
+  m.def("num_counts", [] { return static_cast<int>(kNumCounts); });
+  m.def("edge_names", [] {
+    std::vector<std::string> names;
+    for (int i = 0; i < kNumEdges; ++i) names.push_back(edge_name(static_cast<Edge>(i)));
+    return names;
+  });
+  m.def("build_info", [] {
+    std::map<std::string, std::string> info;
+    info["compiler"] = MOK_COMPILER;
+    info["flags"] = MOK_FLAGS;
+    info["hash"] = MOK_SOURCE_HASH;
+    return info;
+  });
+}
+
+}  // namespace mok::host

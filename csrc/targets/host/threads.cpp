@@ -1,0 +1,110 @@
+// The concurrent executor: every worker is an OS thread. It finds races that a fiber cannot have, and
+// uses all cores; its waits end by a timeout.
+#include <condition_variable>
+#include <exception>
+#include <thread>
+
+#include "targets/host/runtime.h"
+
+namespace mok::host {
+namespace {
+
+constexpr int kSpins = 64;  // polls before a waiter sleeps
+
+class ThreadRuntime final : public Runtime {
+ public:
+  using Runtime::Runtime;
+
+  void run() override {
+    num_finished_.assign(programs_.size(), 0);
+    std::vector<std::thread> streams;
+    for (std::size_t rank = 0; rank < programs_.size(); ++rank)
+      for (int stream = 0; stream < 2; ++stream)
+        streams.emplace_back([this, rank, stream] { run_stream(rank, stream); });
+    for (std::thread& stream : streams) stream.join();
+    if (error_) std::rethrow_exception(error_);
+  }
+
+  void yield(Worker&) override {}
+  void park(Worker& worker, const Wait&) override { deadline_of(worker) = 0; }
+
+  bool pause(Worker& worker, const Args& args, const Wait& wait) override {
+    if (is_aborting_.load()) return false;
+    if (is_interrupted_.load()) {
+      abort(Reason::interrupted, args);
+      return false;
+    }
+    // The first polls spin; then a deadline is set.
+    long long& deadline = deadline_of(worker);
+    if (deadline > -kSpins && deadline <= 0) {
+      --deadline;
+      std::this_thread::yield();
+      return true;
+    }
+    if (deadline <= 0) deadline = now_ns() + limit_ns(wait);
+    if (now_ns() > deadline) {
+      abort(Reason::timeout, args);
+      return false;
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    return true;
+  }
+
+ private:
+  static long long& deadline_of(Worker&) {
+    thread_local long long deadline = 0;  // a worker is a thread
+    return deadline;
+  }
+  // What only a late rank can delay may take start_timeout_s; the rest is this call's own progress.
+  long long limit_ns(const Wait& wait) const {
+    const bool is_start = wait.edge == Edge::input_ready || wait.edge == Edge::topk_ready || wait.edge == Edge::entered;
+    const double limit_s = is_start ? options_.start_timeout_s : options_.timeout_s;
+    return limit_s > 0 ? static_cast<long long>(limit_s * 1e9) : (1ll << 62);
+  }
+
+  void run_stream(std::size_t rank, int stream) {
+    const auto& launches = programs_[rank].launches;
+    for (std::size_t i = 0; i < launches.size(); ++i) {
+      const LaunchSpec& spec = launches[i];
+      if (spec.stream != stream) continue;
+      if (spec.is_join) {
+        std::unique_lock lock(join_mutex_);
+        joined_.wait(lock, [&] { return num_finished_[rank] >= i; });
+      }
+      std::vector<std::thread> workers;
+      for (int index = 0; index < total_workers(spec); ++index) {
+        workers.emplace_back([this, &spec, rank, index] {
+          Worker worker = make_worker(spec, static_cast<int>(rank), index);
+          try {
+            run_worker(spec, worker);
+          } catch (...) {
+            const std::lock_guard lock(join_mutex_);
+            error_ = std::current_exception();
+            is_aborting_.store(true);
+          }
+        });
+      }
+      for (std::thread& worker : workers) worker.join();
+      const std::lock_guard lock(join_mutex_);
+      ++num_finished_[rank];
+      joined_.notify_all();
+    }
+  }
+
+  std::mutex join_mutex_;
+  std::condition_variable joined_;
+  std::vector<std::size_t> num_finished_;  // launches, by rank
+  std::exception_ptr error_;
+};
+
+}  // namespace
+
+std::unique_ptr<Runtime> make_fiber_runtime(std::vector<RankProgram>&, const Options&, std::vector<Fault>);
+
+std::unique_ptr<Runtime> make_runtime(std::vector<RankProgram>& programs, const Options& options,
+                                      std::vector<Fault> faults) {
+  if (options.use_threads) return std::make_unique<ThreadRuntime>(programs, options, std::move(faults));
+  return make_fiber_runtime(programs, options, std::move(faults));
+}
+
+}  // namespace mok::host

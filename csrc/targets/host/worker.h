@@ -1,0 +1,98 @@
+// A worker of the host target: one fiber or one thread that runs a role of a kernel.
+//
+// This is the whole interface between stage code and target (targets/README.md). Lanes of a
+// CTA do not exist here: for_each is a loop and sync does nothing.
+#pragma once
+
+#include <chrono>
+#include <cstring>
+#include <string>
+
+#include "stages/stage.h"
+
+namespace mok::host {
+
+class Runtime;
+
+struct StageStats {
+  long long num_rows = 0, num_bytes = 0, num_flops = 0, busy_ns = 0, wait_ns = 0;
+  void add(const StageStats& other) {
+    num_rows += other.num_rows;
+    num_bytes += other.num_bytes;
+    num_flops += other.num_flops;
+    busy_ns += other.busy_ns;
+    wait_ns += other.wait_ns;
+  }
+};
+
+inline long long now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+class Worker {
+ public:
+  Worker(Runtime& runtime, int rank, int index, int num_workers, Role role)
+      : runtime_(runtime), rank_(rank), index_(index), num_workers_(num_workers), role_(role) {}
+
+  int rank() const { return rank_; }
+  int index() const { return index_; }
+  int num_workers() const { return num_workers_; }  // of this kernel on this rank
+  Role role() const { return role_; }
+
+  // ---- work ----
+  template <class F>
+  void for_each(int64 count, F&& f) {
+    for (int64 i = 0; i < count; ++i) f(i);
+  }
+  template <class F>
+  void once(F&& f) {
+    f();
+  }
+  void sync() {}
+  void add_relaxed(int32* cell, int32 value) { *cell += value; }
+  // Rows whose source is null become zeros; those whose destination is null are left out.
+  template <class Dst, class Src>
+  void copy_rows(int32 count, int64 num_bytes, Dst&& dst, Src&& src) {
+    for (int32 i = 0; i < count; ++i) {
+      bf16* to = dst(i);
+      if (!to) continue;
+      const bf16* from = src(i);
+      if (from)
+        std::memcpy(to, from, static_cast<std::size_t>(num_bytes));
+      else
+        std::memset(static_cast<void*>(to), 0, static_cast<std::size_t>(num_bytes));
+    }
+  }
+
+  // ---- protocol ----
+  Word draw(Word* counter);
+  void begin_wait(const Wait& wait);
+  bool pause(const Args& args, const Wait& wait);  // false: give up
+  void end_wait(const Wait& wait);
+  void fail(const Args& args, const Wait& wait);  // the peer makes another call
+  bool may_publish(Edge edge, int64 index, int32 dst_rank);
+
+  // ---- trace ----
+  void begin_task(const Task& task) { task_ = task; }
+  const Task& task() const { return task_; }
+  StageStats& stats(Stage stage) { return stats_[static_cast<int>(stage)]; }
+  void count(Stage stage, const Cost& cost) {
+    StageStats& s = stats(stage);
+    s.num_rows += cost.num_rows;
+    s.num_bytes += cost.num_bytes;
+    s.num_flops += cost.num_flops;
+  }
+
+ private:
+  friend class Runtime;
+  Runtime& runtime_;
+  int rank_, index_, num_workers_;
+  Role role_;
+  std::string kernel_;
+  Task task_;
+  long long wait_started_ns_ = 0;
+  StageStats stats_[kNumStages];
+};
+
+}  // namespace mok::host

@@ -1,0 +1,108 @@
+#include "targets/host/workspace.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "targets/host/runtime.h"
+
+namespace mok::host {
+namespace {
+
+constexpr std::size_t kAlignment = 64;
+
+bool holds_words(Region region) {
+  return region == Region::words || region == Region::arrivals || region == Region::counters ||
+         region == Region::epochs || region == Region::num_tokens;
+}
+
+}  // namespace
+
+Workspace::Workspace(int num_ranks)
+    : num_ranks_(num_ranks), memory_(static_cast<std::size_t>(num_ranks * kNumRegions)) {
+  if (num_ranks < 1 || num_ranks > kMaxRanks)
+    throw std::invalid_argument("num_ranks must be 1 to " + std::to_string(kMaxRanks) + ", not " +
+                                std::to_string(num_ranks));
+}
+
+void Workspace::reserve(const Shape& shape) {
+  if (shape.num_ranks != num_ranks_) throw std::invalid_argument("shape is for another number of ranks");
+  const auto counters = [](const Shape& s) { return std::pair(bank_size(false, s), bank_size(true, s)); };
+  const bool is_moved = counters(shape) != counters(shape_) ||
+                        counter_offset(Edge::tickets, 0, shape) != counter_offset(Edge::tickets, 0, shape_);
+  for (int rank = 0; rank < num_ranks_; ++rank) {
+    for (int i = 0; i < kNumRegions; ++i) {
+      const auto region = static_cast<Region>(i);
+      const auto bytes = static_cast<std::size_t>(region_bytes(region, shape));
+      Memory& m = memory(rank, region);
+      if (bytes > m.num_bytes) {
+        m.data.reset(new char[bytes + kAlignment]);
+        m.num_bytes = bytes;
+        std::memset(m.data.get(), holds_words(region) ? 0 : 0xff, bytes + kAlignment);
+      }
+    }
+    if (is_moved && memory(rank, Region::counters).data)
+      std::memset(memory(rank, Region::counters).data.get(), 0, memory(rank, Region::counters).num_bytes + kAlignment);
+  }
+  shape_ = shape;
+  make_tables();
+}
+
+void Workspace::make_tables() {
+  tables_.assign(static_cast<std::size_t>(num_ranks_), std::vector<char*>(memory_.size(), nullptr));
+  for (int rank = 0; rank < num_ranks_; ++rank)
+    for (int peer = 0; peer < num_ranks_; ++peer)
+      for (int i = 0; i < kNumRegions; ++i)
+        if (peer == rank || is_symmetric(static_cast<Region>(i), shape_))
+          tables_[static_cast<std::size_t>(rank)][static_cast<std::size_t>(peer * kNumRegions + i)] =
+              region(peer, region_name(static_cast<Region>(i))).first;
+}
+
+std::pair<char*, std::size_t> Workspace::region(int rank, const std::string& name) const {
+  for (int i = 0; i < kNumRegions; ++i) {
+    if (name != region_name(static_cast<Region>(i))) continue;
+    const Memory& m = memory(rank, static_cast<Region>(i));
+    const auto address = reinterpret_cast<std::uintptr_t>(m.data.get());
+    return {reinterpret_cast<char*>((address + kAlignment - 1) / kAlignment * kAlignment), m.num_bytes};
+  }
+  throw std::invalid_argument("no region has the name '" + name + "'");
+}
+
+std::vector<Word> Workspace::epochs(int rank) const {
+  const auto* e = reinterpret_cast<const Epochs*>(region(rank, "epochs").first);
+  return {e->call, e->schedule, e->order, e->generation};
+}
+
+void Workspace::reset() {
+  Epochs agreed{};
+  for (int rank = 0; rank < num_ranks_; ++rank) {
+    const std::vector<Word> e = epochs(rank);
+    agreed = Epochs{std::max(agreed.call, e[0] + 1), std::max(agreed.schedule, e[1] + 1),
+                    std::max(agreed.order, e[2] + 1), std::max(agreed.generation, e[3] + 1)};
+  }
+  for (int rank = 0; rank < num_ranks_; ++rank) {
+    *reinterpret_cast<Epochs*>(region(rank, "epochs").first) = agreed;
+    for (const char* name : {"counters", "arrivals", "words"}) {
+      const auto [data, bytes] = region(rank, name);
+      if (bytes) std::memset(data, 0, bytes);
+    }
+    auto* words = reinterpret_cast<Word*>(region(rank, "words").first);
+    for (int src = 0; src < num_ranks_; ++src) {
+      for (int parity = 0; parity < 2; ++parity) words[word_offset(Edge::done, parity, src, shape_)] = agreed.call;
+      words[word_offset(Edge::topk_ready, 0, src, shape_)] = agreed.schedule;
+      words[word_offset(Edge::input_ready, 0, src, shape_)] = agreed.call;
+    }
+  }
+}
+
+std::size_t Workspace::num_bytes() const {
+  std::size_t total = 0;
+  for (const Memory& m : memory_) total += m.num_bytes;
+  return total;
+}
+
+void Workspace::interrupt() {
+  if (Runtime* runtime = runtime_.load()) runtime->interrupt();
+}
+
+}  // namespace mok::host

@@ -1,0 +1,16 @@
+// The one place that knows which compiler reads the stage code.
+//
+// Stage code, the protocol and the shells are compiled once per target:
+//   MOK_TARGET_HOST   a C++20 compiler; workers are fibers or threads (targets/host/)
+// Every target provides the same names: MOK_DEVICE, MOK_KERNEL, the word operations of
+// memory.h, exp_f32 / rcp_f32 of math.h, and a Worker (see targets/README.md).
+#pragma once
+
+#if defined(MOK_TARGET_HOST)
+#define MOK_DEVICE inline
+#define MOK_UNROLL
+#include "targets/host/math.h"
+#include "targets/host/memory.h"
+#else
+#error "define one of: MOK_TARGET_HOST"
+#endif

@@ -1,0 +1,34 @@
+"""mok_modular: expert-parallel mixture-of-experts layers from modular stages.
+
+Every stage is a kernel of its own, or all of them are one persistent kernel, from the same stage code and
+with the same bits. See README.md for ten lines that run, docs/design.md for how it is built.
+"""
+
+from mok_modular import functional, stages
+from mok_modular.config import PRESETS, MoEShape, MoKConfig
+from mok_modular.errors import MoKDeadlockError, MoKPeerError, MoKTimeoutError
+from mok_modular.functional import MoKForwardContext, MoKSchedule
+from mok_modular.group import LocalGroup, LocalMember
+from mok_modular.layer import MoE
+from mok_modular.plan import Plan
+from mok_modular.workspace import Workspace
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PRESETS",
+    "LocalGroup",
+    "LocalMember",
+    "MoE",
+    "MoEShape",
+    "MoKConfig",
+    "MoKDeadlockError",
+    "MoKForwardContext",
+    "MoKPeerError",
+    "MoKSchedule",
+    "MoKTimeoutError",
+    "Plan",
+    "Workspace",
+    "functional",
+    "stages",
+]

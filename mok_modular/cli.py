@@ -1,0 +1,392 @@
+"""The command `mok-modular`.
+
+Results go to stdout, progress to stderr. `--json` prints exactly one JSON object on stdout. Exit codes: 0
+fine, 1 a check failed or the run broke, 2 wrong arguments (one line on stderr).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import inspect
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from mok_modular.build import TARGETS, BuildError, check_target, host_build_info
+from mok_modular.config import PRESETS, MoEShape, MoKConfig
+from mok_modular.errors import MoKPeerError, MoKTimeoutError, format_table
+from mok_modular.plan import Plan, all_plans
+
+if TYPE_CHECKING:
+    from mok_modular.group import LocalGroup
+    from mok_modular.testing import ForwardResult, StageStats, TensorCheck, Workload
+
+# Data-flow order, for the list of stages; any other comes behind these.
+_STAGE_FILES = ("schedule", "dispatch", "grouped_gemm", "swiglu", "combine", "reduce")
+
+DEFAULT_HIDDEN_SIZE = 256
+DEFAULT_INTERMEDIATE_SIZE = 384
+DEFAULT_SHARED_INTERMEDIATE_SIZE = 128
+
+
+class _Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; raises SystemExit(2) for wrong arguments."""
+    parser = _make_parser()
+    args = parser.parse_args(argv)
+    try:
+        return int(args.command(args))
+    except (ValueError, FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        parser.exit(2, f"mok-modular {args.name}: error: {_one_line(error)}\n")
+    except (MoKTimeoutError, MoKPeerError, BuildError) as error:
+        print(f"mok-modular {args.name}: {type(error).__name__}: {error}", file=sys.stderr)
+        if args.json:
+            _print_json({"ok": False, "error": str(error)})
+        return 1
+
+
+def _make_parser() -> _Parser:
+    parser = _Parser(prog="mok-modular", description="Expert-parallel mixture-of-experts layers, stage by stage.")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="one forward on captured routing: stages and the check of the output")
+    _add_workload_options(run)
+    run.add_argument("--mode", default="fused", help="fused, split or a plan string (default: fused)")
+    run.set_defaults(command=_run)
+
+    ab = commands.add_parser("ab", help="fused against split in one run: times, and whether the bits agree")
+    _add_workload_options(ab)
+    ab.add_argument("--iters", type=int, default=5, help="timed rounds after one warm-up round (default: 5)")
+    ab.add_argument(
+        "--plans",
+        choices=("two", "all"),
+        default="two",
+        help="fused and split, or all 16 plans (default: two)",
+    )
+    ab.set_defaults(command=_ab)
+
+    stages = commands.add_parser("stages", help="the stages, their contracts and the active implementation")
+    stages.set_defaults(command=_stages)
+
+    build = commands.add_parser("build", help="how a target was compiled")
+    build.add_argument("--target", default="host", help=f"one of: {', '.join(TARGETS)} (default: host)")
+    build.set_defaults(command=_build)
+
+    doctor = commands.add_parser("doctor", help="what is wrong with the installation and how to mend it")
+    doctor.set_defaults(command=_doctor)
+
+    for command in (run, ab, stages, build, doctor):
+        command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    return parser
+
+
+def _add_workload_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, help="CPU ranks in this process (default: the routing's)")
+    parser.add_argument(
+        "--shape",
+        help=f"H,I,E,K[,S] or one of: {', '.join(PRESETS)}; E and K must fit the routing "
+        f"(default: {DEFAULT_HIDDEN_SIZE},{DEFAULT_INTERMEDIATE_SIZE},E,K,{DEFAULT_SHARED_INTERMEDIATE_SIZE} "
+        "with the routing's E and K)",
+    )
+    parser.add_argument("--tokens", type=int, help="tokens of each rank (default: those of one capture)")
+    parser.add_argument("--routing", type=Path, metavar="FILE", help="captured routing (default: the shipped one)")
+    parser.add_argument(
+        "--order",
+        choices=("round_robin", "random", "last_first"),
+        default="round_robin",
+        help="which worker the scheduler resumes (default: round_robin)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs and of --order random (default: 0)")
+    parser.add_argument(
+        "--executor",
+        choices=("fibers", "threads"),
+        default="fibers",
+        help="what a worker is (default: fibers)",
+    )
+    parser.add_argument("--workers", type=int, help="workers of each rank (default: the library's choice)")
+
+
+def _run(args: argparse.Namespace) -> int:
+    from mok_modular.testing import check_forward, run_forward
+
+    config = MoKConfig(mode=args.mode)
+    workload, group, source = _set_up(args)
+    progress = _Progress()
+    progress(f"forward, {_describe(workload)}, mode {args.mode}")
+    result = run_forward(group, workload, config)
+    progress(f"forward took {result.seconds:.3f} s; checking against float64")
+    checks = check_forward(workload, result)
+    is_ok = all(check.is_ok for check in checks.values())
+    progress("checked")
+    if args.json:
+        _print_json(
+            {
+                "ok": is_ok,
+                "config": dataclasses.asdict(config),
+                "ranks": workload.num_ranks,
+                "shape": dataclasses.asdict(workload.shape),
+                "num_tokens": [len(x) for x in workload.x],
+                "routing": source,
+                "seconds": result.seconds,
+                "stages": [stage.to_json() for stage in result.stages],
+                "check": {name: dataclasses.asdict(check) for name, check in checks.items()},
+            }
+        )
+    else:
+        print(_stage_table(result.stages))
+        print()
+        print(_check_table(checks))
+    return 0 if is_ok else 1
+
+
+def _ab(args: argparse.Namespace) -> int:
+    from mok_modular.testing import run_forward_plans
+
+    if args.iters < 1:
+        raise ValueError(f"--iters must be at least 1, got {args.iters}")
+    plans = all_plans() if args.plans == "all" else [Plan.parse("fused"), Plan.parse("split")]
+    configs = [MoKConfig(mode=str(plan)) for plan in plans]
+    workload, group, _ = _set_up(args)
+    progress = _Progress()
+    num_rounds = args.iters + 1
+    progress(f"forward, {_describe(workload)}, {len(plans)} plans, {num_rounds} rounds")
+    results = run_forward_plans(group, workload, configs, num_rounds)
+    by_plan = {str(plan): results[i * num_rounds : (i + 1) * num_rounds] for i, plan in enumerate(plans)}
+    progress("comparing bits")
+    first = results[0]
+    differing = {name: _differing(first, rounds) for name, rounds in by_plan.items()}
+    medians = {name: statistics.median(round_.seconds for round_ in rounds[1:]) for name, rounds in by_plan.items()}
+    names = sorted(set().union(*differing.values()))
+    ratio = medians["split"] / medians["fused"]
+    if args.json:
+        report: dict[str, Any] = {
+            "bits_identical": not names,
+            "differing": names,
+            "fused_s": medians["fused"],
+            "split_s": medians["split"],
+            "ratio": ratio,
+        }
+        if args.plans == "all":
+            report["plans"] = {
+                name: {"median_s": medians[name], "bits_identical": not differing[name]} for name in by_plan
+            }
+        _print_json(report)
+    else:
+        rows = [
+            (name, f"{medians[name]:.4f}", f"{medians[name] / medians['fused']:.2f}", _same(differing[name]))
+            for name in by_plan
+        ]
+        print(format_table(("plan", "median s", "over fused", "bits"), rows))
+        print()
+        print(f"split/fused {ratio:.2f}; bits {_same(names)} over {len(results)} runs")
+    return 0 if not names else 1
+
+
+def _stages(args: argparse.Namespace) -> int:
+    package = importlib.import_module("mok_modular.stages")
+    try:
+        info = host_build_info()
+        implementation = f"host, {info.compiler}"
+    except BuildError as error:
+        implementation = f"none: {error}"
+    rows = []
+    for name in sorted(package.__all__, key=lambda name: (*_STAGE_FILES, name).index(name)):
+        module = importlib.import_module(f"mok_modular.stages.{name}")
+        contract = _first_sentence(inspect.getdoc(module.reference) or "")
+        rows.append({"name": name, "contract": contract, "implementation": implementation})
+    if args.json:
+        _print_json({"stages": rows})
+    else:
+        print(format_table(("stage", "contract", "implementation"), [tuple(row.values()) for row in rows]))
+    return 0
+
+
+def _build(args: argparse.Namespace) -> int:
+    check_target(args.target)
+    info = host_build_info()
+    if args.json:
+        _print_json({"ok": True, **dataclasses.asdict(info)})
+    else:
+        print("The host target is compiled when the package is installed; the extension loads.")
+        print(format_table(("what", "value"), dataclasses.asdict(info).items()))
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from mok_modular.doctor import examine
+
+    report = examine()
+    if args.json:
+        _print_json(report.to_json())
+    else:
+        print(format_table(("what", "found"), report.facts.items()))
+        print()
+        for problem in report.problems:
+            print(f"{'BROKEN' if problem.is_broken else 'warning'}: {problem.what}\n  mend: {problem.mend}")
+        print("ok" if report.is_ok else "something is broken")
+    return 0 if report.is_ok else 1
+
+
+def _set_up(args: argparse.Namespace) -> tuple[Workload, LocalGroup, str]:
+    """Inputs, group and the routing's source.
+
+    Raises ValueError or OSError for options that do not fit, BuildError if the extension does not load.
+    """
+    from mok_modular.routing import load_routing
+    from mok_modular.testing import Workload
+
+    for name, minimum in (("ranks", 1), ("tokens", 0), ("workers", 1)):
+        value = getattr(args, name)
+        if value is not None and value < minimum:
+            raise ValueError(f"--{name} must be at least {minimum}, got {value}")
+    routing = load_routing(args.routing)
+    _, num_captured_ranks, num_captured_tokens, topk = routing.expert_ids.shape
+    shape = parse_shape(args.shape, num_experts=routing.num_experts, topk=topk)
+    num_ranks = num_captured_ranks if args.ranks is None else args.ranks
+    workload = Workload.from_routing(
+        routing,
+        shape,
+        num_ranks=num_ranks,
+        num_tokens=num_captured_tokens if args.tokens is None else args.tokens,
+        seed=args.seed,
+    )
+    # Last, so that wrong options are told even where the extension does not load.
+    host_build_info()
+    from mok_modular.group import LocalGroup
+
+    group = LocalGroup(num_ranks, order=args.order, seed=args.seed, executor=args.executor, num_workers=args.workers)
+    return workload, group, routing.source
+
+
+def parse_shape(text: str | None, *, num_experts: int, topk: int) -> MoEShape:
+    """Reads a preset's name or `H,I,E,K[,S]`; None is the default size with the given E and K.
+
+    Raises ValueError for anything else and for sizes that MoEShape refuses.
+    """
+    if text is None:
+        return MoEShape(
+            "default",
+            DEFAULT_HIDDEN_SIZE,
+            DEFAULT_INTERMEDIATE_SIZE,
+            num_experts,
+            topk,
+            DEFAULT_SHARED_INTERMEDIATE_SIZE,
+        )
+    if text in PRESETS:
+        return PRESETS[text]
+    parts = text.split(",")
+    try:
+        sizes = [int(part) for part in parts]
+    except ValueError:
+        sizes = []
+    if len(sizes) not in (4, 5):
+        raise ValueError(f"--shape must be H,I,E,K[,S] or one of {', '.join(PRESETS)}, got {text!r}")
+    return MoEShape(text, *sizes)
+
+
+class _Progress:
+    """Lines on stderr, each with the seconds since the first."""
+
+    def __init__(self) -> None:
+        self._start_s = time.perf_counter()
+
+    def __call__(self, text: str) -> None:
+        print(f"[{time.perf_counter() - self._start_s:6.2f} s] {text}", file=sys.stderr, flush=True)
+
+
+def _describe(workload: Workload) -> str:
+    shape = workload.shape
+    tokens = sorted({len(x) for x in workload.x})
+    return (
+        f"{workload.num_ranks} ranks x {'-'.join(map(str, tokens))} tokens, "
+        f"H {shape.hidden_size}, I {shape.intermediate_size}, E {shape.num_experts}, K {shape.topk}, "
+        f"S {shape.shared_intermediate_size}"
+    )
+
+
+def _stage_table(stages: Sequence[StageStats]) -> str:
+    header = ("stage", "pass", "kernel", "rows", "MB", "GFLOP", "busy s", "wait s")
+    rows = [
+        (
+            stage.name,
+            stage.pass_name,
+            stage.kernel,
+            stage.num_rows,
+            round(stage.num_bytes / 1e6, 3),
+            round(stage.flops / 1e9, 4),
+            round(stage.busy_s, 4),
+            round(stage.wait_s, 4),
+        )
+        for stage in stages
+    ]
+    return format_table(header, rows)
+
+
+def _check_table(checks: dict[str, TensorCheck]) -> str:
+    rows = [
+        (
+            name,
+            f"{check.error:.3e}",
+            f"{check.torch_error:.3e}",
+            f"{check.ratio:.3f}",
+            "ok" if check.is_ok else "FAILED",
+        )
+        for name, check in checks.items()
+    ]
+    return format_table(("check", "error", "torch error", "ratio", "verdict"), rows)
+
+
+def _differing(first: ForwardResult, others: Sequence[ForwardResult]) -> set[str]:
+    """Names of the tensors whose bits are not those of `first`."""
+    import torch
+
+    return {
+        "output"
+        for other in others
+        for a, b in zip(first.outputs, other.outputs, strict=True)
+        if not torch.equal(a.view(torch.int16), b.view(torch.int16))
+    }
+
+
+def _same(differing: Sequence[str] | set[str]) -> str:
+    return "identical" if not differing else "DIFFER: " + ", ".join(sorted(differing))
+
+
+def _first_sentence(text: str) -> str:
+    return " ".join(text.split("\n\n")[0].replace("``", "`").split())
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    """One JSON object; numbers that JSON lacks (NaN, infinities) become null."""
+    print(json.dumps(_finite(value), allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

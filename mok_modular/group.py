@@ -1,0 +1,309 @@
+"""Groups of ranks that live in this process.
+
+    group = LocalGroup(4)
+    outs = group.run(step)      # step(member) once per rank, each in a thread, as a torchrun process would
+
+A member has `rank()` and `size()` as a ProcessGroup has and goes wherever one goes. Collective calls meet in
+rounds: the n-th collective call of every member is one round. A round ends for everybody when all have come,
+when one of them brings an error, when one has returned without coming, or when `start_timeout_s` is over.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from mok_modular.errors import MoKPeerError, MoKTimeoutError
+
+T = TypeVar("T")
+
+ORDERS = ("round_robin", "random", "last_first")
+EXECUTORS = ("fibers", "threads")
+DEFAULT_NUM_WORKERS = 4
+
+
+@dataclass
+class _Round:
+    arrivals: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    results: list[Any] | None = None
+    error: Callable[[int], Exception] | None = None
+    num_left: int = 0
+
+
+class LocalGroup:
+    """`size` CPU ranks in this process.
+
+    order: who goes on at a wait when several ranks could: `round_robin`, `random` (by `seed`), `last_first`.
+    executor: `fibers` (deterministic, one OS thread, sees deadlocks) or `threads` (concurrent; waits end by
+    `MoKConfig.timeout_s`). num_workers: workers per kernel and rank, at least 1.
+
+    Raises TypeError or ValueError that names the argument and the rule.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        device: str = "cpu",
+        order: str = "round_robin",
+        seed: int = 0,
+        executor: str = "fibers",
+        num_workers: int | None = None,
+    ) -> None:
+        _check_int("size", size, 1, 128)
+        if str(device) != "cpu":
+            raise ValueError(f"device must be 'cpu', got {device!r}: this version has no GPU target")
+        if order not in ORDERS:
+            raise ValueError(f"order must be one of {ORDERS}, got {order!r}")
+        if executor not in EXECUTORS:
+            raise ValueError(f"executor must be one of {EXECUTORS}, got {executor!r}")
+        _check_int("seed", seed, 0, 2**64 - 1)
+        if num_workers is not None:
+            _check_int("num_workers", num_workers, 1, 256)
+        self._size = size
+        self.device = "cpu"
+        self.order = order
+        self.seed = seed
+        self.executor = executor
+        self.num_workers = num_workers if num_workers is not None else DEFAULT_NUM_WORKERS
+        self.members = tuple(LocalMember(self, rank) for rank in range(size))
+        self._condition = threading.Condition()
+        self._rounds: dict[int, _Round] = {}
+        self._num_calls = [0] * size
+        self._outcomes: list[Exception | str | None] = [None] * size  # how a member's function ended
+        self._interrupts: list[Callable[[], None]] = []
+
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._size
+
+    def run(self, fn: Callable[[LocalMember], T]) -> list[T]:
+        """Runs `fn(member)` once per rank, each in a thread of its own; returns the results by rank.
+
+        Re-raises the exception of the rank that caused the failure (not those of its peers, which only saw
+        it), with the rank in a note. Ctrl-C ends running calls and is re-raised.
+        """
+        self._outcomes = [None] * self._size
+        results: list[Any] = [None] * self._size
+        errors: list[BaseException | None] = [None] * self._size
+
+        def body(rank: int) -> None:
+            try:
+                results[rank] = fn(self.members[rank])
+                self._finish(rank, "returned")
+            except Exception as error:
+                errors[rank] = error
+                self._finish(rank, error)
+            except BaseException as error:
+                errors[rank] = error
+                self._finish(rank, RuntimeError(repr(error)))
+
+        threads = [
+            threading.Thread(target=body, args=(rank,), name=f"mok-rank-{rank}", daemon=True)
+            for rank in range(self._size)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(timeout=0.2)  # short, so that Ctrl-C is seen
+        except KeyboardInterrupt:
+            self._interrupt()
+            for thread in threads:
+                thread.join(timeout=10)
+            raise
+        finally:
+            # Ranks that stopped at different calls start the next run together.
+            with self._condition:
+                self._rounds.clear()
+                self._num_calls = [0] * self._size
+                self._outcomes = [None] * self._size
+        self._raise_first(errors)
+        return results
+
+    def on_interrupt(self, callback: Callable[[], None]) -> None:
+        """Registers what Ctrl-C must call to end a running call."""
+        self._interrupts.append(callback)
+
+    # ---- rounds ----
+
+    def meet(
+        self,
+        rank: int,
+        name: str,
+        payload: Any,
+        act: Callable[[list[Any]], Sequence[Any]],
+        timeout_s: float,
+    ) -> Any:
+        """One collective call of `rank`. The last to come runs `act(payloads by rank)`, which returns what each
+        rank gets: a value, or an Exception that is raised there. A payload that is an Exception is raised here
+        and ends the round for everybody else with a MoKPeerError.
+        """
+        with self._condition:
+            number = self._num_calls[rank]
+            self._num_calls[rank] += 1
+            this = self._rounds.setdefault(number, _Round())
+            this.arrivals[rank] = (name, payload)
+            if isinstance(payload, Exception) and this.error is None:
+                this.error = _peer_error(rank, payload)
+            elif this.error is None and len(this.arrivals) == self._size:
+                self._act(this, act)
+            self._condition.notify_all()
+            deadline = time.monotonic() + timeout_s if timeout_s > 0 else None
+            while this.results is None and this.error is None:
+                if self._see_finished(this):
+                    break
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    self._time_out(this, timeout_s)
+                    break
+                self._condition.wait(timeout=left)
+            this.num_left += 1
+            if this.num_left == self._size:
+                del self._rounds[number]
+        if isinstance(payload, Exception):
+            raise payload
+        if this.error is not None:
+            raise this.error(rank)
+        assert this.results is not None
+        result = this.results[rank]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def _act(self, this: _Round, act: Callable[[list[Any]], Sequence[Any]]) -> None:
+        names = [this.arrivals[rank][0] for rank in range(self._size)]
+        payloads = [this.arrivals[rank][1] for rank in range(self._size)]
+        try:
+            this.results = list(act(payloads))
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            this.results = [_copy_of(error, text) for _ in names]
+
+    def _see_finished(self, this: _Round) -> bool:
+        """A member that has returned, or failed, will never come."""
+        for rank, outcome in enumerate(self._outcomes):
+            if outcome is None or rank in this.arrivals:
+                continue
+            if isinstance(outcome, Exception):
+                this.error = _peer_error(rank, outcome)
+            else:
+                waiting = ", ".join(f"rank {r} in {this.arrivals[r][0]}" for r in sorted(this.arrivals))
+                num_calls = self._num_calls[rank]
+                this.error = lambda _: MoKPeerError(
+                    f"rank {rank} returned after {num_calls} collective calls; its peers made another one: {waiting}",
+                    rank=rank,
+                )
+            self._condition.notify_all()
+            return True
+        return False
+
+    def _time_out(self, this: _Round, timeout_s: float) -> None:
+        missing = [rank for rank in range(self._size) if rank not in this.arrivals]
+        calls = {rank: name for rank, (name, _) in sorted(this.arrivals.items())}
+        waits = [
+            {
+                "rank": rank,
+                "stage": name,
+                "edge": "entered",
+                "index": peer,
+                "have": 0,
+                "want": 1,
+                "peer": peer,
+            }
+            for rank, name in calls.items()
+            for peer in missing
+        ]
+        this.error = lambda rank: MoKTimeoutError(
+            f"{calls.get(rank, 'a collective call')}: no call from rank {', '.join(map(str, missing))} within "
+            f"start_timeout_s={timeout_s:g} s",
+            waits,
+        )
+        self._condition.notify_all()
+
+    def _finish(self, rank: int, outcome: Exception | str) -> None:
+        with self._condition:
+            self._outcomes[rank] = outcome
+            self._condition.notify_all()
+
+    def _interrupt(self) -> None:
+        for callback in self._interrupts:
+            callback()
+        with self._condition:
+            for this in self._rounds.values():
+                if this.results is None and this.error is None:
+                    this.error = lambda _: MoKPeerError("interrupted")
+            self._condition.notify_all()
+
+    @staticmethod
+    def _raise_first(errors: Sequence[BaseException | None]) -> None:
+        raised = [(rank, error) for rank, error in enumerate(errors) if error is not None]
+        if not raised:
+            return
+        causes = [(rank, error) for rank, error in raised if not isinstance(error, MoKPeerError)]
+        rank, error = (causes or raised)[0]
+        error.add_note(f"on rank {rank} of {len(errors)}")
+        raise error
+
+
+class LocalMember:
+    """One rank of a LocalGroup, as its functions see it."""
+
+    def __init__(self, group: LocalGroup, rank: int) -> None:
+        self.group = group
+        self._rank = rank
+
+    def rank(self) -> int:
+        """This member's rank, 0..size()-1."""
+        return self._rank
+
+    def size(self) -> int:
+        """The number of ranks in the group."""
+        return self.group.size()
+
+    def __repr__(self) -> str:
+        return f"LocalMember(rank={self._rank}, size={self.size()})"
+
+
+def as_member(group: Any) -> LocalMember:
+    """The member that a caller means: a member, or a group of one rank. Raises TypeError or ValueError."""
+    if isinstance(group, LocalMember):
+        return group
+    if isinstance(group, LocalGroup):
+        if group.size() != 1:
+            raise ValueError(
+                f"group has {group.size()} ranks: pass the member that LocalGroup.run gives to each rank's function"
+            )
+        return group.members[0]
+    raise TypeError(
+        f"group must be a LocalMember (or a LocalGroup of one rank), got {type(group).__name__}: "
+        "this version has no other transport"
+    )
+
+
+def _peer_error(rank: int, cause: Exception) -> Callable[[int], Exception]:
+    text = f"rank {rank} raised {type(cause).__name__}: {cause}"
+    if isinstance(cause, MoKPeerError):  # it only saw the failure of another: name that one
+        text = str(cause)
+        rank = cause.rank if cause.rank is not None else rank
+    return lambda _: MoKPeerError(text, rank=rank)
+
+
+def _copy_of(error: Exception, text: str) -> Exception:
+    """An own exception object for each rank, so that notes and tracebacks do not mix."""
+    try:
+        copy = type(error)(str(error))
+    except Exception:
+        copy = RuntimeError(text)
+    copy.__cause__ = error
+    return copy
+
+
+def _check_int(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be {low} to {high}, got {value}")

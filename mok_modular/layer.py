@@ -1,0 +1,159 @@
+"""MoE: the layer as a module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mok_modular import functional
+from mok_modular.config import MAX_TOPK, MoEShape, MoKConfig
+from mok_modular.group import as_member
+from mok_modular.workspace import Workspace, agree_on_num_tokens, get_workspace
+
+
+class MoE(nn.Module):
+    """An expert-parallel mixture of SwiGLU experts, with an optional shared expert. Collective over `group`.
+
+    This rank owns experts rank*El .. (rank+1)*El - 1, El = num_experts / R. Parameters (bf16): w_routed_gate and
+    w_routed_up [El, I, H], w_routed_down [El, H, I]; w_shared_gate, w_shared_up [S, H], w_shared_down [H, S] where
+    shared_intermediate_size = S > 0. Expert e starts from the same values whatever R is, by torch.initial_seed().
+
+    group: a LocalMember (or a LocalGroup of one rank). precision: "bf16". swiglu_limit: clamps gate above and up
+    on both sides; None: no clamp. num_local_tokens: the largest T of any rank in any call; None: the ranks agree on the
+    largest T of their first call, and a larger one later is a ValueError (`layer.workspace.grow` makes room).
+
+    This version has no backward: calls run under torch.no_grad().
+
+    Raises TypeError or ValueError that names the argument, the value and the rule.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        topk: int,
+        group: Any,
+        config: MoKConfig | None = None,
+        shared_intermediate_size: int = 0,
+        precision: str = "bf16",
+        swiglu_limit: float | None = None,
+        *,
+        num_local_tokens: int | None = None,
+    ) -> None:
+        super().__init__()
+        # MoEShape checks every size and names the one that is wrong.
+        MoEShape("layer", hidden_size, intermediate_size, num_experts, topk, shared_intermediate_size)
+        self.member = as_member(group)
+        self.config = config if config is not None else MoKConfig()
+        if not isinstance(self.config, MoKConfig):
+            raise TypeError(f"config must be a MoKConfig, got {type(config).__name__}")
+        if precision != "bf16":
+            raise ValueError(f"precision must be 'bf16' in this version, got {precision!r}")
+        if num_experts % self.member.size():
+            raise ValueError(
+                f"num_experts must be divisible by the number of ranks, got {num_experts} experts on "
+                f"{self.member.size()} ranks"
+            )
+        if not 1 <= topk <= MAX_TOPK:
+            raise ValueError(f"topk must be 1 to {MAX_TOPK}, got {topk}")
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_experts = num_experts
+        self.num_local_experts = num_experts // self.member.size()
+        self.topk = topk
+        self.shared_intermediate_size = shared_intermediate_size
+        self.precision = precision
+        self.swiglu_limit = swiglu_limit
+        self.num_local_tokens = num_local_tokens
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=torch.bfloat16))
+
+        local, wide, inner, shared = (
+            self.num_local_experts,
+            hidden_size,
+            intermediate_size,
+            shared_intermediate_size,
+        )
+        self.w_routed_gate = parameter(local, inner, wide)
+        self.w_routed_up = parameter(local, inner, wide)
+        self.w_routed_down = parameter(local, wide, inner)
+        self.w_shared_gate = parameter(shared, wide) if shared else None
+        self.w_shared_up = parameter(shared, wide) if shared else None
+        self.w_shared_down = parameter(wide, shared) if shared else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal weights of standard deviation 1/sqrt(fan-in); expert by expert, so that they do not depend on R."""
+        seed = torch.initial_seed()
+        first = self.member.rank() * self.num_local_experts
+        with torch.no_grad():
+            for local in range(self.num_local_experts):
+                generator = torch.Generator().manual_seed((seed + 7919 * (first + local + 1)) % 2**63)
+                for weight in (self.w_routed_gate, self.w_routed_up, self.w_routed_down):
+                    _fill(weight[local], generator)
+            generator = torch.Generator().manual_seed(seed % 2**63)
+            for shared in (self.w_shared_gate, self.w_shared_up, self.w_shared_down):
+                if shared is not None:
+                    _fill(shared, generator)
+
+    def forward(self, x: Tensor, expert_ids: Tensor, router_weights: Tensor) -> Tensor:
+        """x [T, H] bf16, expert_ids [T, K] int32 or int64 (-1 = no route), router_weights [T, K] float32 -> [T, H]
+        bf16. Strided inputs are copied. T may differ by rank. Raises as functional.build_schedule and forward do."""
+        needs_grad = x.requires_grad or router_weights.requires_grad or self.w_routed_gate.requires_grad
+        if torch.is_grad_enabled() and needs_grad:
+            raise RuntimeError("this version has no backward: call the layer under torch.no_grad()")
+        if self.num_local_tokens is None:
+            self.num_local_tokens = agree_on_num_tokens(self.config, self.member, x.shape[0])
+        workspace = self.workspace
+        schedule = functional.build_schedule(
+            workspace, self.config, expert_ids.contiguous(), num_local_experts=self.num_local_experts
+        )
+        output, _ = functional.forward(
+            self.config,
+            workspace,
+            schedule,
+            x.contiguous(),
+            router_weights.contiguous(),
+            self.w_shared_gate,
+            self.w_shared_up,
+            self.w_shared_down,
+            self.w_routed_gate,
+            self.w_routed_up,
+            self.w_routed_down,
+            self.swiglu_limit,
+            save_context=False,
+        )
+        return output
+
+    @property
+    def workspace(self) -> Workspace:
+        """The workspace of this layer; layers with the same sizes and config share it. The first use is collective.
+
+        Raises RuntimeError before the first call of a layer that was made without num_local_tokens.
+        """
+        if self.num_local_tokens is None:
+            raise RuntimeError("the workspace is created in the first call, or give num_local_tokens to the layer")
+        return get_workspace(
+            self.config,
+            self.member,
+            num_local_tokens=self.num_local_tokens,
+            hidden_size=self.hidden_size,
+            topk=self.topk,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}, "
+            f"num_experts={self.num_experts}, topk={self.topk}, shared_intermediate_size="
+            f"{self.shared_intermediate_size}, rank={self.member.rank()} of {self.member.size()}, "
+            f"mode={str(self.config.plan)!r}"
+        )
+
+
+def _fill(weight: Tensor, generator: torch.Generator) -> None:
+    values = torch.randn(weight.shape, generator=generator) / weight.shape[-1] ** 0.5
+    weight.copy_(values)

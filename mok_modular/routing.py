@@ -1,0 +1,116 @@
+"""Captured routing: what a real router chose, in a small file, so that runs and benchmarks need not invent
+it."""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_FORMAT = "mok_modular.routing"
+_VERSION = 1
+_MAX_EXPERTS = 32767  # ids are stored as int16
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """The choices of a router, in C captures (one per layer and step) of R ranks with T tokens each.
+
+    ``expert_ids`` int32 [C, R, T, K], -1 for no route; ``router_weights`` float32 [C, R, T, K], finite;
+    ``num_experts`` is E, ``source`` says in words where the capture comes from.
+
+    Raises TypeError for wrong dtypes, ValueError for wrong shapes, for ids out of range and for weights not
+    finite.
+    """
+
+    expert_ids: Tensor
+    router_weights: Tensor
+    num_experts: int
+    source: str
+
+    def __post_init__(self) -> None:
+        if self.expert_ids.dtype != torch.int32:
+            raise TypeError(f"expert_ids have dtype {self.expert_ids.dtype}; they must be torch.int32")
+        if self.router_weights.dtype != torch.float32:
+            raise TypeError(f"router_weights have dtype {self.router_weights.dtype}; they must be torch.float32")
+        if self.expert_ids.dim() != 4 or self.router_weights.shape != self.expert_ids.shape:
+            raise ValueError(
+                "expert_ids and router_weights must both be [C, R, T, K], not "
+                f"{tuple(self.expert_ids.shape)} and {tuple(self.router_weights.shape)}"
+            )
+        if not 1 <= self.num_experts <= _MAX_EXPERTS:
+            raise ValueError(f"num_experts={self.num_experts} must be in 1..{_MAX_EXPERTS}")
+        num_wrong = int(((self.expert_ids < -1) | (self.expert_ids >= self.num_experts)).sum())
+        if num_wrong:
+            raise ValueError(
+                f"expert_ids hold {num_wrong} ids out of range; they must be -1 (no route) "
+                f"or in 0..{self.num_experts - 1}"
+            )
+        num_wrong = int((~self.router_weights.isfinite()).sum())
+        if num_wrong:
+            raise ValueError(f"router_weights hold {num_wrong} values that are not finite")
+
+    def expert_load(self) -> Tensor:
+        """Returns the number of routes of each expert in each capture, int64 [C, E]."""
+        ids = self.expert_ids.flatten(1)
+        return torch.stack([torch.bincount(c[c >= 0], minlength=self.num_experts) for c in ids])
+
+    def imbalance(self) -> Tensor:
+        """Returns, per capture, the busiest expert's load over the mean load, float64 [C]. NaN without any
+        route."""
+        load = self.expert_load().double()
+        return load.amax(1) / load.mean(1)
+
+
+def save_routing(path: str | os.PathLike[str], routing: Routing) -> None:
+    """Writes ``routing`` to ``path``. Loading gives back the same values."""
+    data = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        # Copies: a view would be saved with the whole tensor that it is a view of.
+        "expert_ids": routing.expert_ids.to(torch.int16, copy=True, memory_format=torch.contiguous_format),
+        "router_weights": routing.router_weights.clone(memory_format=torch.contiguous_format),
+        "num_experts": routing.num_experts,
+        "source": routing.source,
+    }
+    torch.save(data, path)
+
+
+def load_routing(path: str | os.PathLike[str] | None = None) -> Routing:
+    """Reads a file that ``save_routing`` wrote; without ``path`` the capture that ships with the package.
+
+    Raises OSError when the file cannot be read, ValueError when it is not a routing file, has another version
+    or holds tensors that do not make a Routing.
+    """
+    if path is None:
+        shipped = importlib.resources.files("mok_modular") / "data" / "routing_tiny.pt"
+        with importlib.resources.as_file(shipped) as shipped_path:
+            return load_routing(shipped_path)
+    data = _read(path)
+    if data.get("version") != _VERSION:
+        raise ValueError(f"{path} has routing version {data.get('version')}; this library reads version {_VERSION}")
+    try:
+        return Routing(
+            expert_ids=data["expert_ids"].to(torch.int32),
+            router_weights=data["router_weights"],
+            num_experts=data["num_experts"],
+            source=data["source"],
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is a damaged routing file: {error}") from error
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        data = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # on foreign bytes the unpickler raises almost anything
+        raise ValueError(f"{path} is not a routing file: torch.load cannot read it") from error
+    if not isinstance(data, dict) or data.get("format") != _FORMAT:
+        raise ValueError(f"{path} is not a routing file; it has no format entry {_FORMAT!r}")
+    return data

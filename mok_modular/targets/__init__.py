@@ -1,0 +1,1 @@
+"""Targets: how a plan runs. `host` is the CPU."""

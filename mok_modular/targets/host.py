@@ -1,0 +1,301 @@
+"""The host target: runs the compiled stage code for all ranks of a LocalGroup in this process."""
+
+from __future__ import annotations
+
+import importlib
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mok_modular.config import DEFAULT_ROW_BLOCK, MoKConfig
+from mok_modular.errors import MoKDeadlockError, MoKPeerError, MoKTimeoutError
+from mok_modular.plan import STAGES, Launch, Plan
+
+if TYPE_CHECKING:
+    from mok_modular.group import LocalGroup
+
+STREAMS = {"comm": 0, "compute": 1}
+
+WRITERS = {
+    "topk_ready": ("schedule",),
+    "input_ready": ("publish",),
+    "entered": ("publish", "schedule"),
+    "done": ("combine", "down", "publish", "reduce"),
+    "x_ready": ("dispatch",),
+    "x_arrived": ("dispatch",),
+    "gate_up_ready": ("gate_up",),
+    "hidden_ready": ("swiglu", "gate_up"),
+    "y_ready": ("down",),
+    "y_arrived": ("down",),
+    "slot_free": ("combine", "down"),
+    "shared_hidden_ready": ("shared_gate_up",),
+    "shared_ready": ("shared_down",),
+    "published": ("publish",),
+}
+"""Which stages publish an edge."""
+
+
+def extension() -> Any:
+    """The compiled host target. Raises ImportError with the way to mend it."""
+    try:
+        _host = importlib.import_module("mok_modular._host")
+    except ImportError as error:
+        raise ImportError(
+            f"the host target is not compiled ({error}); it is built when the package is installed: pip install ."
+        ) from error
+    return _host
+
+
+@dataclass
+class Call:
+    """One rank's part of a collective call, with pointers taken from `schedule` and `tensors`."""
+
+    kind: str  # "schedule" or "forward"
+    plan: Plan
+    num_tokens: int
+    num_local_experts: int
+    capacity_rows: int
+    schedule: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]
+    agree: Mapping[str, Any]  # what every rank must have the same of, by name
+    intermediate_size: int = 64
+    shared_size: int = 0
+    swiglu_limit: float | None = None
+    config: MoKConfig = field(default_factory=MoKConfig)
+
+    def fingerprint(self) -> int:
+        """16 bits over `agree`, for the words that ranks exchange."""
+        return zlib.crc32(repr(sorted(self.agree.items())).encode()) & 0xFFFF
+
+
+class SharedWorkspace:
+    """The memory of a group and the state that its ranks share: failure, statistics, injected faults."""
+
+    def __init__(
+        self, group: LocalGroup, config: MoKConfig, num_local_tokens: int, hidden_size: int, topk: int
+    ) -> None:
+        self.native = extension().Workspace(group.size())
+        self.group = group
+        self.config = config
+        self.num_local_tokens = num_local_tokens
+        self.hidden_size = hidden_size
+        self.topk = topk
+        self.num_ranks = group.size()
+        self.stats: list[dict[tuple[str, str, str], dict[str, Any]]] = [{} for _ in range(group.size())]
+        self.failure: Exception | None = None
+        self.lost_signals: list[tuple[str, int, int, int]] = []  # edge, rank, destination rank or -1, index or -1
+        self.num_switches = 0
+        group.on_interrupt(self.native.interrupt)
+        self.native.reserve(self.shape(num_local_experts=1, capacity_rows=self.row_block, intermediate_size=64))
+
+    @property
+    def row_block(self) -> int:
+        """Rows of the unit of padding and signals."""
+        return self.config.row_block or DEFAULT_ROW_BLOCK
+
+    def capacity_rows(self, num_local_experts: int) -> int:
+        """Rows that a rank's schedule has room for, padding included: the worst case, or as configured."""
+        num_routes = self.num_ranks * self.num_local_tokens * self.topk
+        multiplier = self.config.schedule_capacity_multiplier
+        if multiplier is not None:
+            num_routes = min(num_routes, -int(-multiplier * self.num_local_tokens * self.topk // 1))
+        rows = extension().worst_case_rows(num_routes, num_local_experts, self.row_block)
+        return max(rows, self.row_block)
+
+    def shape(self, num_local_experts: int, capacity_rows: int, intermediate_size: int, shared_size: int = 0) -> Any:
+        """The Shape of csrc/layout.h for a call."""
+        config = self.config
+        shape = extension().Shape()
+        shape.num_ranks = self.num_ranks
+        shape.max_tokens = self.num_local_tokens
+        shape.topk = self.topk
+        shape.hidden_size = self.hidden_size
+        shape.intermediate_size = intermediate_size
+        shape.shared_size = shared_size
+        shape.num_local_experts = num_local_experts
+        shape.row_block = self.row_block
+        shape.minibatch = config.minibatch_size
+        shape.capacity_rows = capacity_rows
+        shape.ring_rows = min(config.macrobatch_size, capacity_rows)
+        shape.is_push_dispatch = config.dispatch == "push"
+        shape.is_pull_combine = config.combine == "pull"
+        shape.is_minibatch_grain = config.signal_grain == "minibatch"
+        shape.is_serial_ring = config.ring == "serial"
+        return shape
+
+    def region(self, rank: int, name: str, dtype: torch.dtype) -> Tensor:
+        """A region of a rank's memory as a flat tensor; valid until the workspace grows."""
+        num_bytes = self.native.region_bytes(rank, name)
+        if num_bytes == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.from_dlpack(self.native.region(rank, name)).view(dtype)
+
+    def grow(self, num_tokens: int) -> None:
+        """Room for more tokens a rank; regions move, and none holds anything between calls."""
+        if num_tokens > self.num_local_tokens:
+            self.num_local_tokens = num_tokens
+            self.native.reserve(self.shape(num_local_experts=1, capacity_rows=self.row_block, intermediate_size=64))
+
+    def check(self) -> None:
+        """Raises the failure that no reset has followed."""
+        if self.failure is not None:
+            raise self.failure
+
+    def reset(self) -> list[None]:
+        """New epochs for all ranks."""
+        self.native.reset()
+        self.failure = None
+        return [None] * self.num_ranks
+
+    # ---- running ----
+
+    def run(self, calls: Sequence[Call]) -> list[Exception | None]:
+        """Runs one call of every rank to its end; returns what each rank must raise, or None."""
+        if self.failure is not None:
+            text = f"an earlier call on this workspace failed; call workspace.reset() on every rank ({self.failure})"
+            return [RuntimeError(text.splitlines()[0]) for _ in calls]
+        shapes = [
+            self.shape(call.num_local_experts, call.capacity_rows, call.intermediate_size, call.shared_size)
+            for call in calls
+        ]
+        if all(call.agree == calls[0].agree for call in calls):
+            self.native.reserve(shapes[0])
+        programs = [
+            self._program(rank, call, shape) for rank, (call, shape) in enumerate(zip(calls, shapes, strict=True))
+        ]
+        config = calls[0].config
+        result = extension().run(
+            self.native,
+            programs,
+            self.group.order,
+            self.group.seed,
+            self.group.executor == "threads",
+            config.timeout_s,
+            config.start_timeout_s,
+            self.lost_signals,
+        )
+        self.num_switches += result["num_switches"]
+        for rank, rows in enumerate(result["stats"]):
+            self._add_stats(rank, rows)
+        if result["reason"] == "ok":
+            return [None] * len(calls)
+        errors = self._errors(result, calls)
+        self.failure = errors[0]
+        for call in calls:
+            if "output" in call.tensors:
+                call.tensors["output"].fill_(float("nan"))
+        return list(errors)
+
+    def _program(self, rank: int, call: Call, shape: Any) -> Any:
+        program = extension().Program(
+            call.kind,
+            shape,
+            rank,
+            call.num_tokens,
+            call.fingerprint(),
+            list(call.plan.group_masks),
+            {name: tensor.data_ptr() for name, tensor in call.schedule.items() if tensor.numel()},
+            {name: tensor.data_ptr() for name, tensor in call.tensors.items() if tensor.numel()},
+            call.swiglu_limit,
+        )
+        if call.kind == "schedule":
+            launches = [Launch("schedule", ("schedule",), None, "comm")]
+        else:
+            launches = call.plan.launches(shape.max_generations, call.shared_size > 0)
+        last_group = max((i for i, launch in enumerate(launches) if _group_mask(launch)), default=-1)
+        for i, launch in enumerate(launches):
+            num_workers, num_comm_workers = self._num_workers(call, launch)
+            program.add_launch(
+                launch.kernel,
+                _group_mask(launch),
+                launch.stages[0],
+                -1 if launch.generation is None else launch.generation,
+                "publish" in launch.stages and len(launch.stages) > 1,
+                i == last_group,
+                launch.kernel == "reduce",
+                STREAMS[launch.stream],
+                num_workers,
+                num_comm_workers,
+            )
+        return program
+
+    def _num_workers(self, call: Call, launch: Launch) -> tuple[int, int]:
+        """Workers of a kernel: (compute, communication). Roles part only where a kernel holds both kinds of
+        tasks; a single worker draws both from one sequence."""
+        is_pulling = self.config.combine == "pull"
+        has_comm = "dispatch" in launch.stages or ("combine" in launch.stages and is_pulling)
+        has_compute = any(stage in launch.stages for stage in ("gate_up", "swiglu", "down"))
+        num_comm_workers = call.config.fwd_num_comm_sms
+        if num_comm_workers is None:
+            num_comm_workers = self.group.num_workers // 2
+        if not (has_comm and has_compute):
+            num_comm_workers = 0
+        return self.group.num_workers, num_comm_workers
+
+    def _add_stats(self, rank: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        for row in rows:
+            key = (row["name"], "forward", row["kernel"])
+            total = self.stats[rank].setdefault(key, {"name": row["name"], "pass": "forward", "kernel": row["kernel"]})
+            for name in ("num_rows", "num_bytes", "flops", "busy_s", "wait_s"):
+                total[name] = total.get(name, 0) + row[name]
+
+    def _errors(self, result: Mapping[str, Any], calls: Sequence[Call]) -> list[Exception]:
+        reason = result["reason"]
+        if reason == "interrupted":
+            return [MoKPeerError("interrupted") for _ in calls]
+        if reason == "mismatch":
+            text = _describe_mismatch(calls)
+            return [MoKPeerError(text) for _ in calls]
+        waits = [dict(wait, task=f"{wait['block']}.{wait['part']}") for wait in result["waits"]]
+        kind = MoKDeadlockError if reason == "deadlock" else MoKTimeoutError
+        what = (
+            "no worker of any rank can go on"
+            if reason == "deadlock"
+            else f"a wait lasted longer than timeout_s={calls[0].config.timeout_s:g} s"
+        )
+        return [kind(f"{call.kind}: {what}; {_culprit(waits)}", waits) for call in calls]
+
+
+def _group_mask(launch: Launch) -> int:
+    return sum(1 << STAGES.index(stage) for stage in launch.stages if stage in STAGES)
+
+
+def _culprit(waits: Sequence[Mapping[str, Any]]) -> str:
+    """The waits that nobody is on the way to end: no worker that could publish the edge waits itself."""
+
+    def is_root(wait: Mapping[str, Any]) -> bool:
+        at = wait["peer"] if wait["peer"] >= 0 else wait["rank"]
+        return not any(
+            other["rank"] == at and other["stage"] in WRITERS.get(wait["edge"], ()) and other is not wait
+            for other in waits
+        )
+
+    roots = [wait for wait in waits if is_root(wait)] or list(waits)
+    if not roots:
+        return "no wait is on record"
+    wait = roots[0]
+    at = wait["peer"] if wait["peer"] >= 0 else wait["rank"]
+    return (
+        f"nobody will publish {wait['edge']}[{wait['index']}]: rank {wait['rank']}, {wait['stage']} task "
+        f"{wait['task']}, waits for rank {at}, has {wait['have']} and wants {wait['want']}"
+    )
+
+
+def _describe_mismatch(calls: Sequence[Call]) -> str:
+    kinds = {rank: call.kind for rank, call in enumerate(calls)}
+    if len(set(kinds.values())) > 1:
+        names = {"schedule": "build_schedule"}
+        given = ", ".join(f"rank {rank}: {names.get(kind, kind)}" for rank, kind in kinds.items())
+        return (
+            f"ranks make different calls at the same time ({given}); every rank makes the same calls in the same order"
+        )
+    differing = [
+        f"{name} ({', '.join(f'rank {rank}: {call.agree.get(name)}' for rank, call in enumerate(calls))})"
+        for name in calls[0].agree
+        if any(call.agree.get(name) != calls[0].agree[name] for call in calls)
+    ]
+    return f"{calls[0].kind}: ranks differ in {'; '.join(differing)}; these must be the same on every rank"

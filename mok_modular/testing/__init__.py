@@ -1,0 +1,21 @@
+"""What tests, benchmarks and the command line share: inputs, a run of them, and the check against float64."""
+
+from mok_modular.testing.workload import (
+    ForwardResult,
+    StageStats,
+    TensorCheck,
+    Workload,
+    check_forward,
+    run_forward,
+    run_forward_plans,
+)
+
+__all__ = [
+    "ForwardResult",
+    "StageStats",
+    "TensorCheck",
+    "Workload",
+    "check_forward",
+    "run_forward",
+    "run_forward_plans",
+]

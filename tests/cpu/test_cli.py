@@ -1,0 +1,422 @@
+"""The command line and the workload behind it: JSON, tables, exit codes, one-line argument errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mok_modular.doctor
+import mok_modular.testing
+from mok_modular.build import BuildError
+from mok_modular.cli import main, parse_shape
+from mok_modular.config import PRESETS, MoEShape, MoKConfig
+from mok_modular.errors import MoKDeadlockError
+from mok_modular.routing import Routing, load_routing, save_routing
+from mok_modular.testing import ForwardResult, TensorCheck, Workload, check_forward
+
+SMALL = ["--shape", "64,128,8,2,64", "--tokens", "24"]
+STAGES = {"schedule", "dispatch", "gate_up", "swiglu", "down", "combine", "reduce"}
+STAGE_KEYS = {"name", "pass", "kernel", "num_rows", "num_bytes", "flops", "busy_s", "wait_s"}
+
+
+@pytest.fixture
+def routing_file(tmp_path: Path) -> str:
+    """A routing of 2 captures, 2 ranks, 24 tokens, E 8, K 2, with a route missing here and there."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(-1, 8, (2, 2, 24, 2), generator=generator, dtype=torch.int32)
+    path = tmp_path / "routing.pt"
+    save_routing(path, Routing(ids, torch.rand(2, 2, 24, 2, generator=generator), 8, "made for this test"))
+    return str(path)
+
+
+def run_json(capsys: pytest.CaptureFixture[str], argv: list[str], exit_code: int = 0) -> dict[str, Any]:
+    """Runs `argv` with --json; stdout must be one line that holds one strict JSON object."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    assert main([*argv, "--json"]) == exit_code
+    (line,) = capsys.readouterr().out.splitlines()
+    value = json.loads(line, parse_constant=refuse)
+    assert isinstance(value, dict)
+    return value
+
+
+def run_process(cwd: Path, argv: list[str]) -> subprocess.CompletedProcess[str]:
+    """Runs `argv` in a process of its own, away from the sources and without input; it must exit with 0."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mok_modular.cli", *argv],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+# ---- wrong arguments -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], ["COMMAND"]),
+        (["fly"], ["fly", "run", "doctor"]),
+        (["run", "--ranks", "0"], ["--ranks", "0", "at least 1"]),
+        (["run", "--ranks", "two"], ["--ranks", "two"]),
+        (["run", "--ranks", "3", "--tokens", "1"], ["num_experts", "3 ranks"]),
+        (["run", "--tokens", "-1"], ["--tokens", "-1"]),
+        (["run", "--tokens", "1000000000"], ["1000000000", "holds"]),
+        (["run", "--workers", "0"], ["--workers", "0"]),
+        (["run", "--mode", "turbo"], ["mode", "turbo", "fused"]),
+        (["run", "--mode", "combine|down|swiglu|gate_up|dispatch"], ["mode", "'down'", "'combine'"]),
+        (["run", "--shape", "256,384"], ["--shape", "H,I,E,K", "256,384", "tiny"]),
+        (["run", "--shape", "a,b,c,d"], ["--shape", "a,b,c,d"]),
+        (["run", "--shape", "100,384,16,4"], ["hidden_size", "100", "64"]),
+        (["run", "--shape", "64,64,16,33"], ["topk", "33"]),
+        (["run", "--order", "sideways"], ["--order", "sideways", "last_first"]),
+        (["run", "--executor", "processes"], ["--executor", "processes", "fibers"]),
+        (["run", "--routing", "/nonexistent/file.pt"], ["/nonexistent/file.pt"]),
+        (["run", "--routing", __file__], ["test_cli.py", "not a routing file"]),
+        (["run", "--iters", "3"], ["--iters"]),
+        (["run", "--trace", "x.json"], ["--trace"]),
+        (["ab", "--iters", "0"], ["--iters", "0"]),
+        (["ab", "--plans", "some"], ["--plans", "some", "all"]),
+        (["build", "--target", "sm_90a"], ["sm_90a", "not available in this version", "host"]),
+        (["build", "--target", ""], ["''", "not available"]),
+    ],
+    ids=" ".join,
+)
+def test_wrong_arguments(capsys: pytest.CaptureFixture[str], argv: list[str], words: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    out, err = capsys.readouterr()
+    assert caught.value.code == 2
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith("mok-modular")
+    for word in words:
+        assert word in line
+
+
+def test_shape_must_fit_the_routing(capsys: pytest.CaptureFixture[str], routing_file: str) -> None:
+    for shape, words in (("64,128,4,2", ["num_experts", "4", "8"]), ("64,128,8,3", ["topk", "3", "2"])):
+        with pytest.raises(SystemExit):
+            main(["run", "--routing", routing_file, "--shape", shape])
+        err = capsys.readouterr().err
+        assert all(word in err for word in words)
+
+
+def test_parse_shape() -> None:
+    assert parse_shape("tiny", num_experts=99, topk=9) is PRESETS["tiny"]
+    assert parse_shape("64,128,8,2", num_experts=8, topk=2) == MoEShape("64,128,8,2", 64, 128, 8, 2, 0)
+    assert parse_shape("64,128,8,2,64", num_experts=8, topk=2).shared_intermediate_size == 64
+    assert parse_shape(None, num_experts=20, topk=5) == MoEShape("default", 256, 384, 20, 5, 128)
+
+
+# ---- run -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["fused", "split", "dispatch|gate_up+swiglu|down+combine"])
+def test_run_json(capsys: pytest.CaptureFixture[str], routing_file: str, mode: str) -> None:
+    report = run_json(capsys, ["run", "--routing", routing_file, "--mode", mode, *SMALL])
+    assert report["ok"] is True
+    assert report["ranks"] == 2
+    assert report["config"]["mode"] == mode
+    assert report["config"]["minibatch_size"] == MoKConfig().minibatch_size
+    assert report["num_tokens"] == [24, 24]
+    names = {stage["name"] for stage in report["stages"]}
+    assert names.issuperset(STAGES)
+    for stage in report["stages"]:
+        assert set(stage) == STAGE_KEYS
+        assert stage["pass"] == "forward"
+        assert stage["busy_s"] >= 0
+        assert stage["wait_s"] >= 0
+    by_name = {stage["name"]: stage for stage in report["stages"]}
+    num_routes = int((load_routing(routing_file).expert_ids[0] >= 0).sum())
+    for name in ("dispatch", "gate_up", "swiglu", "down", "combine"):
+        assert by_name[name]["num_rows"] == num_routes
+    assert by_name["gate_up"]["flops"] == num_routes * 2 * 2 * 64 * 128
+    assert by_name["down"]["flops"] == num_routes * 2 * 64 * 128
+    assert set(report["check"]) == {"output"}
+    check = report["check"]["output"]
+    assert check["ratio"] == pytest.approx(check["error"] / check["torch_error"])
+    assert 0 < check["error"] < 0.02
+
+
+def test_run_prints_progress_and_tables(capsys: pytest.CaptureFixture[str], routing_file: str) -> None:
+    assert main(["run", "--routing", routing_file, "--ranks", "1", *SMALL]) == 0
+    out, err = capsys.readouterr()
+    header, *rows = out.splitlines()
+    assert header.split()[:3] == ["stage", "pass", "kernel"]
+    assert STAGES.issubset(row.split()[0] for row in rows if row)
+    assert rows[-1].split()[0] == "output"
+    assert rows[-1].split()[-1] == "ok"
+    assert "1 ranks x 24 tokens" in err
+    assert "checked" in err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--order", "random", "--seed", "3"],
+        ["--order", "last_first", "--workers", "3"],
+        ["--executor", "threads", "--workers", "2"],
+        ["--ranks", "4"],
+        ["--tokens", "0"],
+        ["--tokens", "1"],
+        ["--shape", "64,64,8,2"],
+    ],
+    ids=" ".join,
+)
+def test_run_options(capsys: pytest.CaptureFixture[str], routing_file: str, options: list[str]) -> None:
+    report = run_json(capsys, ["run", "--routing", routing_file, *SMALL, *options])
+    assert report["ok"] is True
+
+
+def test_run_by_default_replays_the_shipped_capture(tmp_path: Path) -> None:
+    done = run_process(tmp_path, ["run", "--json"])
+    report = json.loads(done.stdout)
+    routing = load_routing()
+    assert report["ok"] is True
+    assert report["ranks"] == routing.expert_ids.shape[1] >= 4
+    assert report["shape"]["hidden_size"] >= 256
+    assert report["shape"]["num_experts"] == routing.num_experts >= 16
+    assert report["shape"]["topk"] == routing.expert_ids.shape[3] >= 4
+    assert min(report["num_tokens"]) >= 256
+    assert report["routing"] == routing.source
+    assert done.stderr
+
+
+def test_run_exits_1_when_the_output_is_wrong(
+    capsys: pytest.CaptureFixture[str], routing_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = mok_modular.testing.run_forward
+
+    def wrong(*args: Any) -> ForwardResult:
+        result = real(*args)
+        result.outputs[1][3] += 1
+        return result
+
+    monkeypatch.setattr(mok_modular.testing, "run_forward", wrong)
+    report = run_json(capsys, ["run", "--routing", routing_file, *SMALL], exit_code=1)
+    assert report["ok"] is False
+    assert report["check"]["output"]["ratio"] > 1.5
+    assert main(["run", "--routing", routing_file, *SMALL]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].endswith("FAILED")
+
+
+def test_run_exits_1_on_nan_and_json_stays_strict(
+    capsys: pytest.CaptureFixture[str], routing_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nan = TensorCheck(math.nan, 0.001, math.nan)
+    monkeypatch.setattr(mok_modular.testing, "check_forward", lambda *_: {"output": nan})
+    report = run_json(capsys, ["run", "--routing", routing_file, *SMALL], exit_code=1)
+    assert report["check"]["output"] == {"error": None, "torch_error": 0.001, "ratio": None}
+
+
+def test_a_broken_run_shows_its_waits_and_exits_1(
+    capsys: pytest.CaptureFixture[str], routing_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stuck(*_: Any) -> ForwardResult:
+        raise MoKDeadlockError("nobody will publish x_ready", [{"rank": 1, "edge": "x_ready", "have": 3}])
+
+    monkeypatch.setattr(mok_modular.testing, "run_forward", stuck)
+    assert main(["run", "--routing", routing_file, "--json", *SMALL]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["ok"] is False
+    assert "MoKDeadlockError: nobody will publish x_ready" in err
+    assert "have" in err
+
+
+# ---- ab --------------------------------------------------------------------------------------------------
+
+
+def test_ab_json(tmp_path: Path, routing_file: str) -> None:
+    done = run_process(tmp_path, ["ab", "--json", "--iters", "3", "--routing", routing_file, *SMALL])
+    report = json.loads(done.stdout)
+    assert set(report) == {"bits_identical", "differing", "fused_s", "split_s", "ratio"}
+    assert report["bits_identical"] is True
+    assert report["differing"] == []
+    assert report["ratio"] == pytest.approx(report["split_s"] / report["fused_s"])
+    assert report["fused_s"] > 0
+
+
+def test_ab_over_all_plans(capsys: pytest.CaptureFixture[str], routing_file: str) -> None:
+    report = run_json(capsys, ["ab", "--plans", "all", "--iters", "1", "--routing", routing_file, *SMALL])
+    assert report["bits_identical"] is True
+    assert len(report["plans"]) == 16
+    assert report["plans"]["split"]["median_s"] == report["split_s"]
+    assert all(plan["bits_identical"] for plan in report["plans"].values())
+
+
+def test_ab_exits_1_when_one_bit_differs(
+    capsys: pytest.CaptureFixture[str], routing_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = mok_modular.testing.run_forward_plans
+
+    def flipped(*args: Any) -> list[ForwardResult]:
+        results = real(*args)
+        results[-1].outputs[0].view(torch.int16)[5, 7] ^= 1
+        return results
+
+    monkeypatch.setattr(mok_modular.testing, "run_forward_plans", flipped)
+    argv = ["ab", "--iters", "1", "--routing", routing_file, *SMALL]
+    report = run_json(capsys, argv, exit_code=1)
+    assert report["bits_identical"] is False
+    assert report["differing"] == ["output"]
+    assert main(argv) == 1
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines() if "DIFFER" in line] == ["split", "split/fused"]
+
+
+# ---- stages, build, doctor -------------------------------------------------------------------------------
+
+
+def test_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    report = run_json(capsys, ["stages"])
+    names = [row["name"] for row in report["stages"]]
+    assert names[:6] == ["schedule", "dispatch", "grouped_gemm", "swiglu", "combine", "reduce"]
+    for row in report["stages"]:
+        assert len(row["contract"].split()) >= 4
+        assert row["implementation"].startswith("host, ")
+    assert main(["stages"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["stage", *names]
+
+
+def test_build(capsys: pytest.CaptureFixture[str]) -> None:
+    report = run_json(capsys, ["build", "--target", "host"])
+    assert report["ok"] is True
+    assert all(report[key] for key in ("compiler", "flags", "build_hash"))
+    assert Path(report["path"]).exists()
+    assert main(["build"]) == 0
+    out = capsys.readouterr().out
+    assert "when the package is installed" in out
+    assert report["build_hash"] in out
+
+
+def test_build_of_a_broken_installation(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mok_modular._host", None)
+    assert main(["build"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "does not load" in err
+    assert "pip install" in err
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
+    report = run_json(capsys, ["doctor"])
+    assert report["ok"] is True
+    assert {"python", "torch", "host target", "host flags", "cpu", "cpu features", "gpus"} <= set(report["facts"])
+    assert "no GPU target" in report["facts"]["gpus"]
+    assert "right output" in report["facts"]["forward"]
+    (problem,) = [p for p in report["problems"] if "CUDA_" in p["what"]]
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in problem["what"]
+    assert problem["broken"] is False
+    assert main(["doctor"]) == 0
+    assert "warning: CUDA_DEVICE_MAX_CONNECTIONS=1" in capsys.readouterr().out
+
+
+def test_doctor_of_a_broken_installation(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise BuildError("the host extension does not load (no such file); install it again")
+
+    monkeypatch.setattr(mok_modular.doctor, "host_build_info", missing)
+    report = run_json(capsys, ["doctor"], exit_code=1)
+    assert report["ok"] is False
+    assert "forward" not in report["facts"]
+    (problem,) = [p for p in report["problems"] if p["broken"]]
+    assert problem == {
+        "what": "the host extension does not load (no such file)",
+        "mend": "install it again",
+        "broken": True,
+    }
+
+
+def test_doctor_judges_the_forward() -> None:
+    def broken() -> bool:
+        raise RuntimeError("illegal instruction")
+
+    for forward, words in ((broken, "RuntimeError: illegal instruction"), (lambda: False, "wrong output")):
+        report = mok_modular.doctor.Report()
+        mok_modular.doctor.check_forward_runs(report, forward)
+        assert not report.is_ok
+        assert words in report.problems[0].what
+
+
+def test_versions() -> None:
+    assert mok_modular.doctor.parse_version("2.13.0+cpu") == (2, 13)
+    assert mok_modular.doctor.parse_version("2.10.0a0+git12") == (2, 10)
+    assert mok_modular.doctor.parse_version("2.9.1") < mok_modular.doctor.MIN_TORCH
+
+
+def test_the_script_is_this_main() -> None:
+    (script,) = entry_points(group="console_scripts", name="mok-modular")
+    assert script.load() is main
+
+
+# ---- the workload ----------------------------------------------------------------------------------------
+
+
+def test_workload_values_do_not_depend_on_the_number_of_ranks(routing_file: str) -> None:
+    routing = load_routing(routing_file)
+    shape = MoEShape("s", 64, 128, num_experts=8, topk=2, shared_intermediate_size=64)
+    one, four = (Workload.from_routing(routing, shape, num_ranks=r, num_tokens=10) for r in (1, 4))
+    other_seed = Workload.from_routing(routing, shape, num_ranks=1, num_tokens=10, seed=1)
+    assert torch.equal(one.x[0], four.x[0])
+    assert not torch.equal(one.x[0], other_seed.x[0])
+    for a, b, c in zip(*(vars(w.weights).values() for w in (one, four, other_seed)), strict=True):
+        assert torch.equal(a, b)
+        assert not torch.equal(a, c)
+    third = four.weights.of_rank(2, 4)
+    assert torch.equal(third.routed_down, one.weights.routed_down[4:6])
+    assert third.shared_gate is four.weights.shared_gate
+
+
+def test_surplus_ranks_go_on_where_the_captured_ones_stopped(routing_file: str) -> None:
+    routing = load_routing(routing_file)
+    shape = MoEShape("s", 64, 128, num_experts=8, topk=2)
+    workload = Workload.from_routing(routing, shape, num_ranks=4, num_tokens=20)
+    stream = routing.expert_ids[:, 1].flatten(0, 1)
+    assert torch.equal(workload.expert_ids[1], stream[:20])
+    assert torch.equal(workload.expert_ids[3], stream[20:40])
+    with pytest.raises(ValueError, match="need 50 tokens of each captured rank; the routing holds 48"):
+        Workload.from_routing(routing, shape, num_ranks=4, num_tokens=25)
+
+
+def test_check_forward_sees_a_wrong_output() -> None:
+    shape = MoEShape("s", 64, 128, num_experts=4, topk=2)
+    workload = Workload.from_ids(shape, [torch.tensor([[0, 3], [1, -1], [-1, -1]], dtype=torch.int32)])
+    exact = ForwardResult(workload.reference(torch.float64), [], 0.0, 0.0)
+    rounded = dataclasses.replace(exact, outputs=workload.reference(torch.bfloat16))
+    shifted = dataclasses.replace(exact, outputs=[torch.roll(exact.outputs[0], 1, 0)])
+    poisoned = dataclasses.replace(exact, outputs=[exact.outputs[0].clone()])
+    poisoned.outputs[0][2, 5] = math.nan
+    assert check_forward(workload, exact)["output"].error == 0
+    assert check_forward(workload, rounded)["output"].ratio == 1
+    assert 0 < check_forward(workload, rounded)["output"].error < 0.02
+    assert not check_forward(workload, shifted)["output"].is_ok
+    assert not check_forward(workload, poisoned)["output"].is_ok
+
+
+def test_check_forward_without_any_value() -> None:
+    shape = MoEShape("s", 64, 128, num_experts=4, topk=2)
+    workload = Workload.from_ids(shape, [torch.full((3, 2), -1, dtype=torch.int32)])
+    zeros, ones = (
+        ForwardResult([torch.full((3, 64), value, dtype=torch.bfloat16)], [], 0.0, 0.0) for value in (0.0, 1.0)
+    )
+    assert check_forward(workload, zeros)["output"].is_ok
+    assert not check_forward(workload, ones)["output"].is_ok
