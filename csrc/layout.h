@@ -49,7 +49,7 @@ constexpr int kElementRows = 32;
 constexpr int kReduceTokens = 8;
 // Top-k ids per task of schedule: a place task compares each id with those before it in the chunk.
 constexpr int kScheduleChunk = 256;
-// Output columns of a GEMM task, by the target's tile.
+// Output columns of a GEMM task: a tile of 128 accumulator columns, gate and up side by side.
 constexpr int kGateUpCols = 64;
 constexpr int kDownCols = 128;
 
@@ -324,6 +324,17 @@ constexpr const char* call_kind_name(CallKind kind) {
   return kNames[static_cast<int>(kind)];
 }
 
+// The first wait of a rank that gave up, as a GPU target leaves it for the host (in pinned memory).
+struct Failure {
+  Word is_set;
+  int32 reason;  // FailureReason
+  int32 rank, stage, block, part, edge, peer, launch_idx;
+  int64 index;
+  Word have, want;
+  int32 num_invalid_ids;  // expert ids out of range, taken as -1
+};
+enum FailureReason : int32 { kFailureTimeout = 1, kFailureMismatch = 2, kFailureCapacity = 3 };
+
 // The argument of every kernel of a call on one rank.
 struct Call {
   Shape shape;
@@ -336,14 +347,19 @@ struct Call {
   float swiglu_limit = 0.0f;
   Schedule schedule = {};
   Tensors tensors = {};
+  char* own[kNumRegions] = {};     // this rank's regions
   char* const* regions = nullptr;  // [R][kNumRegions]; of a peer only symmetric ones are set
+  // GPU targets only: where to say what failed, and how long a wait may last (0: for ever).
+  Failure* failure = nullptr;
+  Word timeout_ns = 0, start_timeout_ns = 0;
 
   template <class T>
   MOK_DEVICE T* at(Region region) const {
-    return peer<T>(region, rank);
+    return reinterpret_cast<T*>(own[static_cast<int>(region)]);
   }
   template <class T>
   MOK_DEVICE T* peer(Region region, int32 peer_rank) const {
+    if (peer_rank == rank) return at<T>(region);
     return reinterpret_cast<T*>(regions[peer_rank * kNumRegions + static_cast<int>(region)]);
   }
   MOK_DEVICE bool share_kernel(Stage a, Stage b) const { return holds(groups[static_cast<int>(a)], b); }
@@ -357,6 +373,13 @@ struct Launch {
   int32 generation = -1;         // counted in launch order; -1: all of them
   bool has_prologue = false;     // publish and the shared expert are tasks of this kernel
   bool is_last_group = false;    // sends done when its last worker leaves
+};
+
+// On one GPU one grid serves all ranks of a LocalGroup: its workers go through their calls in turn.
+constexpr int kMaxLocalRanks = 8;
+struct CallSet {
+  int32 num_calls = 0;
+  Call calls[kMaxLocalRanks];
 };
 
 }  // namespace mok

@@ -19,15 +19,18 @@ struct bf16 {
 
 MOK_DEVICE float to_float(bf16 value) { return bits_to_float(uint32{value.bits} << 16); }
 
-// Round to nearest even; a NaN stays a NaN (its top mantissa bit is set, so no payload rounds to Inf).
-MOK_DEVICE bf16 to_bf16(float value) {
-  const uint32 bits = float_to_bits(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return bf16{static_cast<uint16>((bits >> 16) | 0x40u)};
-  return bf16{static_cast<uint16>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
-}
+// Round to nearest even; a NaN stays a NaN.
+MOK_DEVICE bf16 to_bf16(float value) { return bf16{float_to_bf16_bits(value)}; }
 
-// What a value becomes when it is stored as BF16 and read again.
-MOK_DEVICE float round_to_bf16(float value) { return to_float(to_bf16(value)); }
+// Eight neighbouring elements, moved as one 16-byte word.
+struct alignas(16) bf16x8 {
+  uint32 pairs[4];
+};
+MOK_DEVICE float element(const bf16x8& vector, int32 i) {
+  const uint32 pair = vector.pairs[i / 2];
+  return bits_to_float(i % 2 ? pair & 0xffff0000u : pair << 16);
+}
+MOK_DEVICE uint32 pack(bf16 low, bf16 high) { return uint32{low.bits} | uint32{high.bits} << 16; }
 
 template <class T>
 MOK_DEVICE T min_of(T a, T b) {

@@ -23,13 +23,17 @@ from mok_modular.build import TARGETS, BuildError, check_target, host_build_info
 from mok_modular.config import PRESETS, MoEShape, MoKConfig
 from mok_modular.errors import MoKPeerError, MoKTimeoutError, format_table
 from mok_modular.plan import Plan, all_plans
+from mok_modular.testing import MAX_RATIO
 
 if TYPE_CHECKING:
     from mok_modular.group import LocalGroup
     from mok_modular.testing import ForwardResult, StageStats, TensorCheck, Workload
 
 # Data-flow order, for the list of stages; any other comes behind these.
-_STAGE_FILES = ("schedule", "dispatch", "grouped_gemm", "swiglu", "combine", "reduce")
+_STAGE_FILES = ("schedule", "dispatch", "grouped_gemm", "swiglu", "combine", "reduce", "ring")
+
+_STAGE_NOTE = "rows, MB, GFLOP, busy (inside tiles) and wait (suspended at waits) are sums over ranks and workers"
+_CHECK_NOTE = f"distances from float64; torch: its BF16 matmuls, rounded at the same places; ok up to {MAX_RATIO} of it"
 
 DEFAULT_HIDDEN_SIZE = 256
 DEFAULT_INTERMEDIATE_SIZE = 384
@@ -147,8 +151,10 @@ def _run(args: argparse.Namespace) -> int:
         )
     else:
         print(_stage_table(result.stages))
+        print(_STAGE_NOTE)
         print()
         print(_check_table(checks))
+        print(_CHECK_NOTE)
     return 0 if is_ok else 1
 
 
@@ -197,20 +203,33 @@ def _ab(args: argparse.Namespace) -> int:
 
 def _stages(args: argparse.Namespace) -> int:
     package = importlib.import_module("mok_modular.stages")
+    missing = ""
     try:
-        info = host_build_info()
-        implementation = f"host, {info.compiler}"
+        host_build_info()
     except BuildError as error:
-        implementation = f"none: {error}"
+        missing = str(error)
     rows = []
     for name in sorted(package.__all__, key=lambda name: (*_STAGE_FILES, name).index(name)):
         module = importlib.import_module(f"mok_modular.stages.{name}")
-        contract = _first_sentence(inspect.getdoc(module.reference) or "")
-        rows.append({"name": name, "contract": contract, "implementation": implementation})
+        rows.append(
+            {
+                "name": name,
+                "contract": _first_sentence(inspect.getdoc(module.reference) or ""),
+                "implementation": "none" if missing else "host, compiled",
+                "code": _code(name),
+            }
+        )
     if args.json:
         _print_json({"stages": rows})
-    else:
-        print(format_table(("stage", "contract", "implementation"), [tuple(row.values()) for row in rows]))
+        return 0
+    columns = ("name", "implementation", "code")
+    header, *lines = format_table(("stage", *columns[1:]), [[row[key] for key in columns] for row in rows]).splitlines()
+    print(header)
+    for row, line in zip(rows, lines, strict=True):
+        print(f"{line}\n    {row['contract']}")
+    print(f"\nsources: {_source_folder()}\nthe same in torch: mok_modular.stages.NAME.reference")
+    if missing:
+        print(f"no implementation: {missing}")
     return 0
 
 
@@ -310,8 +329,9 @@ class _Progress:
 def _describe(workload: Workload) -> str:
     shape = workload.shape
     tokens = sorted({len(x) for x in workload.x})
+    ranks = f"{workload.num_ranks} rank{'s' if workload.num_ranks > 1 else ''}"
     return (
-        f"{workload.num_ranks} ranks x {'-'.join(map(str, tokens))} tokens, "
+        f"{ranks} x {'-'.join(map(str, tokens))} tokens, "
         f"H {shape.hidden_size}, I {shape.intermediate_size}, E {shape.num_experts}, K {shape.topk}, "
         f"S {shape.shared_intermediate_size}"
     )
@@ -325,10 +345,10 @@ def _stage_table(stages: Sequence[StageStats]) -> str:
             stage.pass_name,
             stage.kernel,
             stage.num_rows,
-            round(stage.num_bytes / 1e6, 3),
-            round(stage.flops / 1e9, 4),
-            round(stage.busy_s, 4),
-            round(stage.wait_s, 4),
+            f"{stage.num_bytes / 1e6:.2f}",
+            f"{stage.flops / 1e9:.3f}" if stage.flops else None,
+            f"{stage.busy_s:.4f}",
+            f"{stage.wait_s:.4f}",
         )
         for stage in stages
     ]
@@ -367,6 +387,17 @@ def _same(differing: Sequence[str] | set[str]) -> str:
 
 def _first_sentence(text: str) -> str:
     return " ".join(text.split("\n\n")[0].replace("``", "`").split())
+
+
+def _code(stage: str) -> str:
+    """The header that holds a stage: all of them are stages but `ring`, which is protocol."""
+    return f"csrc/{'protocol' if stage == 'ring' else 'stages'}/{stage}.h"
+
+
+def _source_folder() -> Path:
+    """csrc as it was installed, or as it stands beside the package in a checkout."""
+    package = Path(__file__).parent
+    return next((path for path in (package / "csrc", package.parent / "csrc") if path.is_dir()), package / "csrc")
 
 
 def _one_line(error: Exception) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import mok_modular
 from mok_modular.build import BuildError, host_build_info
 
 MIN_PYTHON = (3, 11)
@@ -113,6 +114,7 @@ def _tiny_forward() -> bool:
 
 def _check_python(report: Report) -> None:
     report.facts["python"] = f"{platform.python_version()} ({sys.executable})"
+    report.facts["mok_modular"] = f"{mok_modular.__version__} ({Path(__file__).parent})"
     report.facts["system"] = f"{platform.system()} {platform.release()} {platform.machine()}"
     if sys.version_info[:2] < MIN_PYTHON:
         report.broken("Python is older than 3.11", "make an environment with Python 3.11 or newer")

@@ -5,6 +5,7 @@ Wrong arguments are plain `TypeError` and `ValueError`, raised before anything i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,14 +15,16 @@ word `index` of `edge`, which holds `have` and should hold `want`; `peer` is the
 
 MAX_PRINTED_WAITS = 24
 
+_NUMBER = re.compile(r"[-+]?(\d[\d.,]*(e[-+]?\d+)?|nan|inf)")
+
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Aligned columns, two spaces apart: numbers to the right, everything else to the left."""
+    """Aligned columns, two spaces apart: numbers, formatted ones too, to the right, everything else to the left."""
     body = [list(row) for row in rows]
     cells = [list(header)] + [["-" if cell is None else str(cell) for cell in row] for row in body]
     widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
     is_number = [
-        bool(body) and all(isinstance(row[i], int | float) or row[i] is None for row in body)
+        bool(body) and all(row[i] is None or _NUMBER.fullmatch(str(row[i])) is not None for row in body)
         for i in range(len(header))
     ]
     lines = []

@@ -103,9 +103,14 @@ def build_schedule(
     try:
         ids, num_local_experts = _check_schedule(workspace, config, top_experts, num_local_experts)
         capacity_rows = workspace.shared.capacity_rows(num_local_experts)
+        if capacity_rows >= 2**31:
+            raise ValueError(
+                f"rows must be below 2147483648, got room for {capacity_rows} with padding; set "
+                "schedule_capacity_multiplier or make num_local_tokens smaller"
+            )
         shape = workspace.shared.shape(num_local_experts, capacity_rows, 64)
         _check_ring(config, shape)
-        schedule = _empty_schedule(shape, ids.numel())
+        schedule = _empty_schedule(shape, ids.numel(), ids.device)
         call = host.Call(
             kind="schedule",
             plan=config.plan,
@@ -118,13 +123,13 @@ def build_schedule(
             config=config,
         )
     except (TypeError, ValueError) as error:
-        workspace.meet("build_schedule", error, _run_nothing)
+        _tell_peers(workspace, "build_schedule", error)
         raise
 
     def act(calls: list[host.Call | None]) -> Sequence[Any]:
         return _run(workspace, calls, "build_schedule")
 
-    workspace.meet("build_schedule", call, act)
+    workspace.meet("build_schedule", call, act, config.start_timeout_s, is_checked_later=True)
     return schedule
 
 
@@ -166,6 +171,7 @@ def forward(
         }
         sizes = _check_forward(workspace, config, schedule, x, router_weights, weights, swiglu_limit)
         num_local_experts, intermediate_size, shared_size = sizes
+        swiglu_limit = None if swiglu_limit is None else float(swiglu_limit)
         output = torch.empty_like(x)
         capacity_rows = schedule.peer_rank.numel()
         ring_rows = min(config.macrobatch_size, capacity_rows)
@@ -197,61 +203,67 @@ def forward(
             config=config,
         )
     except (TypeError, ValueError) as error:
-        workspace.meet("forward", error, _run_nothing)
+        _tell_peers(workspace, "forward", error)
         raise
 
     def act(calls: list[host.Call | None]) -> Sequence[Any]:
         return _run(workspace, calls, "forward")
 
-    workspace.meet("forward", call, act)
+    workspace.meet("forward", call, act, config.start_timeout_s, is_checked_later=True)
     if config.dispatch == "push" and save_context and ring_rows:
         # A pusher can only write symmetric memory, so what is kept of x is copied from there.
         ring = workspace.shared.region(workspace.member.rank(), "ring_x", torch.bfloat16)
         context.x.copy_(ring[: context.x.numel()].view_as(context.x))
+        # Nor does a pusher write padding: those rows of the ring hold whatever an earlier call left there.
+        context.x.masked_fill_((schedule.peer_rank[:ring_rows] < 0).unsqueeze(1), 0)
     return output, context
 
 
-def _run_nothing(payloads: list[Any]) -> Sequence[Any]:
-    return payloads
+def _tell_peers(workspace: Workspace, name: str, error: Exception) -> None:
+    """This rank's part of a call whose arguments were wrong: its peers raise a MoKPeerError, the next call works."""
+    if isinstance(workspace, Workspace):
+        workspace.meet(name, error, lambda payloads: payloads)
 
 
 def _run(workspace: Workspace, calls: Sequence[Any], name: str) -> list[Any]:
     """Runs the call of every rank; a rank whose schedule overflowed raises that, its peers a MoKPeerError."""
-    errors = workspace.shared.run(calls)
+    errors = list(workspace.shared.run(calls))
+    overflows: dict[int, str] = {}
     for rank, call in enumerate(calls):
-        if call.kind != "schedule" or errors[rank] is not None:
+        if call.kind != "schedule" or errors[rank] is not None or call.schedule["counts"].is_cuda:
             continue
         want = int(call.schedule["counts"][3])
         if want > call.capacity_rows:
-            text = (
+            overflows[rank] = (
                 f"{name}: {want} rows come to rank {rank}, but schedule_capacity_multiplier="
                 f"{call.config.schedule_capacity_multiplier} leaves room for {call.capacity_rows}"
             )
-            errors = [
-                ValueError(text) if r == rank else error or MoKPeerError(f"rank {rank} raised ValueError: {text}", rank)
-                for r, error in enumerate(errors)
-            ]
-    return list(errors)
+    for rank in range(len(calls) if overflows else 0):
+        first, text = next(iter(overflows.items()))
+        peer_error = MoKPeerError(f"rank {first} raised ValueError: {text}", first)
+        errors[rank] = ValueError(overflows[rank]) if rank in overflows else errors[rank] or peer_error
+    return errors
 
 
-def _empty_schedule(shape: Any, num_routes: int) -> MoKSchedule:
-    def empty(size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.int32)
+def _schedule_sizes(shape: Any, num_routes: int) -> dict[str, int]:
+    return {
+        "peer_rank": shape.capacity_rows,
+        "peer_token_idx": shape.capacity_rows,
+        "segment_start": shape.num_local_experts + 1,
+        "segment_num_rows": shape.num_local_experts,
+        "row_block_expert": shape.capacity_rows // shape.row_block,
+        "window_start": shape.max_windows + 1,
+        "generation_window": shape.max_generations + 1,
+        "counts": host.extension().num_counts(),
+        "route_rank": num_routes,
+        "route_row": num_routes,
+        "sorted_route": num_routes,
+    }
 
-    num_blocks = shape.capacity_rows // shape.row_block
-    return MoKSchedule(
-        peer_rank=empty(shape.capacity_rows),
-        peer_token_idx=empty(shape.capacity_rows),
-        segment_start=empty(shape.num_local_experts + 1),
-        segment_num_rows=empty(shape.num_local_experts),
-        row_block_expert=empty(num_blocks),
-        window_start=empty(shape.max_windows + 1),
-        generation_window=empty(shape.max_generations + 1),
-        counts=empty(host.extension().num_counts()),
-        route_rank=empty(num_routes),
-        route_row=empty(num_routes),
-        sorted_route=empty(num_routes),
-    )
+
+def _empty_schedule(shape: Any, num_routes: int, device: torch.device) -> MoKSchedule:
+    sizes = _schedule_sizes(shape, num_routes)
+    return MoKSchedule(**{name: torch.empty(size, dtype=torch.int32, device=device) for name, size in sizes.items()})
 
 
 def _empty_context(x: Tensor, num_rows: int, intermediate_size: int, shared_size: int) -> MoKForwardContext:
@@ -303,6 +315,8 @@ def _check_schedule(
         )
     _check_num_tokens(workspace, "top_experts", top_experts)
     num_experts = num_local_experts * workspace.member.size()
+    if top_experts.is_cuda:  # no look at the values here: the kernel counts, and the next call raises
+        return top_experts.to(torch.int32), num_local_experts
     num_wrong = int(((top_experts < -1) | (top_experts >= num_experts)).sum())
     if num_wrong:
         raise ValueError(
@@ -310,6 +324,24 @@ def _check_schedule(
             f"({num_local_experts} local experts on {workspace.member.size()} ranks)"
         )
     return top_experts.to(torch.int32), num_local_experts
+
+
+def _check_schedule_tensors(workspace: Workspace, schedule: MoKSchedule) -> None:
+    """A schedule may come from another workspace, or have been taken apart and put together again."""
+    for name, tensor in schedule.tensors().items():
+        _check_tensor(f"schedule.{name}", tensor, torch.int32, workspace)
+    shape = workspace.shared.shape(schedule.segment_num_rows.numel(), schedule.peer_rank.numel(), 64)
+    for name, size in _schedule_sizes(shape, schedule.route_rank.numel()).items():
+        tensor = getattr(schedule, name)
+        if tensor.dim() != 1 or tensor.numel() != size:
+            raise ValueError(
+                f"schedule.{name} must be [{size}] on this workspace, got {list(tensor.shape)}: the schedule was "
+                "built for another row block, ring or number of ranks, or taken apart"
+            )
+    if not schedule.peer_rank.is_cuda:
+        last_rank = max([int(t.max()) for t in (schedule.peer_rank, schedule.route_rank) if t.numel()])
+        if last_rank >= workspace.member.size():
+            raise ValueError(f"schedule names rank {last_rank}, the group has {workspace.member.size()} ranks")
 
 
 def _check_ring(config: MoKConfig, shape: Any) -> None:
@@ -334,10 +366,16 @@ def _check_forward(
     _check_config(workspace, config)
     if not isinstance(schedule, MoKSchedule):
         raise TypeError(f"schedule must be a MoKSchedule, got {type(schedule).__name__}")
+    _check_schedule_tensors(workspace, schedule)
     _check_tensor("x", x, torch.bfloat16, workspace)
     if x.dim() != 2 or x.shape[1] != workspace.hidden_size:
         raise ValueError(f"x must be [T, H] with the workspace's H = {workspace.hidden_size}, got {list(x.shape)}")
     _check_num_tokens(workspace, "x", x)
+    own = workspace.x
+    if own.data_ptr() < x.data_ptr() < own.data_ptr() + own.nbytes:
+        raise ValueError(
+            "x must start where workspace.x starts, or lie outside of it: rows would be overwritten while they are read"
+        )
     if x.shape[0] * workspace.topk != schedule.route_rank.numel():
         raise ValueError(
             f"x has {x.shape[0]} tokens, but schedule was built for {schedule.route_rank.numel() // workspace.topk}"

@@ -10,11 +10,15 @@ when one of them brings an error, when one has returned without coming, or when 
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+import torch
 
 from mok_modular.errors import MoKPeerError, MoKTimeoutError
 
@@ -23,11 +27,14 @@ T = TypeVar("T")
 ORDERS = ("round_robin", "random", "last_first")
 EXECUTORS = ("fibers", "threads")
 DEFAULT_NUM_WORKERS = 4
+INTERRUPT_PATIENCE_S = 5.0
+"""How long Ctrl-C waits for members that are in code of their own."""
 
 
 @dataclass
 class _Round:
     arrivals: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    is_checked_later: bool = True
     results: list[Any] | None = None
     error: Callable[[int], Exception] | None = None
     num_left: int = 0
@@ -53,8 +60,8 @@ class LocalGroup:
         num_workers: int | None = None,
     ) -> None:
         _check_int("size", size, 1, 128)
-        if str(device) != "cpu":
-            raise ValueError(f"device must be 'cpu', got {device!r}: this version has no GPU target")
+        if str(device) != "cpu" and not str(device).startswith("cuda"):
+            raise ValueError(f"device must be 'cpu' or 'cuda:<index>', got {device!r}")
         if order not in ORDERS:
             raise ValueError(f"order must be one of {ORDERS}, got {order!r}")
         if executor not in EXECUTORS:
@@ -63,7 +70,7 @@ class LocalGroup:
         if num_workers is not None:
             _check_int("num_workers", num_workers, 1, 256)
         self._size = size
-        self.device = "cpu"
+        self.device = str(device)
         self.order = order
         self.seed = seed
         self.executor = executor
@@ -73,7 +80,10 @@ class LocalGroup:
         self._rounds: dict[int, _Round] = {}
         self._num_calls = [0] * size
         self._outcomes: list[Exception | str | None] = [None] * size  # how a member's function ended
-        self._interrupts: list[Callable[[], None]] = []
+        self._run_idx = 0  # even: no run is going on
+        self._local = threading.local()  # of a member's thread: the run that it belongs to, and its rank
+        self.workspaces: dict[Any, Any] = {}  # the cache of get_workspace: it lives and dies with the group
+        self._interruptible: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def size(self) -> int:
         """The number of ranks."""
@@ -82,51 +92,65 @@ class LocalGroup:
     def run(self, fn: Callable[[LocalMember], T]) -> list[T]:
         """Runs `fn(member)` once per rank, each in a thread of its own; returns the results by rank.
 
+        The caller's grad and inference modes hold in the members too.
+
         Re-raises the exception of the rank that caused the failure (not those of its peers, which only saw
-        it), with the rank in a note. Ctrl-C ends running calls and is re-raised.
+        it), with the rank in a note. Ctrl-C ends running calls and is re-raised; members that are busy with
+        something else for longer than INTERRUPT_PATIENCE_S are left behind, and their later calls fail.
+        Raises RuntimeError while the group runs already, from a member or from another thread.
         """
-        self._outcomes = [None] * self._size
         results: list[Any] = [None] * self._size
         errors: list[BaseException | None] = [None] * self._size
+        is_grad, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        with self._condition:
+            if self._run_idx % 2:
+                raise RuntimeError("this group is running already: run can neither be nested nor called twice at once")
+            self._run_idx += 1
+            run_idx = self._run_idx
 
         def body(rank: int) -> None:
+            self._local.run_idx, self._local.rank = run_idx, rank
             try:
-                results[rank] = fn(self.members[rank])
-                self._finish(rank, "returned")
+                with torch.inference_mode(is_inference), torch.set_grad_enabled(is_grad):
+                    results[rank] = fn(self.members[rank])
+                self._finish(run_idx, rank, "returned")
             except Exception as error:
                 errors[rank] = error
-                self._finish(rank, error)
+                self._finish(run_idx, rank, error)
             except BaseException as error:
                 errors[rank] = error
-                self._finish(rank, RuntimeError(repr(error)))
+                self._finish(run_idx, rank, RuntimeError(repr(error)))
 
         threads = [
             threading.Thread(target=body, args=(rank,), name=f"mok-rank-{rank}", daemon=True)
             for rank in range(self._size)
         ]
-        for thread in threads:
-            thread.start()
         try:
+            for thread in threads:
+                thread.start()
             for thread in threads:
                 while thread.is_alive():
                     thread.join(timeout=0.2)  # short, so that Ctrl-C is seen
-        except KeyboardInterrupt:
+        except BaseException:  # KeyboardInterrupt, or what another signal's handler raises
             self._interrupt()
+            deadline = time.monotonic() + INTERRUPT_PATIENCE_S
             for thread in threads:
-                thread.join(timeout=10)
+                if thread.ident is not None:
+                    thread.join(timeout=max(0.0, deadline - time.monotonic()))
             raise
         finally:
             # Ranks that stopped at different calls start the next run together.
             with self._condition:
+                self._run_idx = run_idx + 1
                 self._rounds.clear()
                 self._num_calls = [0] * self._size
                 self._outcomes = [None] * self._size
         self._raise_first(errors)
         return results
 
-    def on_interrupt(self, callback: Callable[[], None]) -> None:
-        """Registers what Ctrl-C must call to end a running call."""
-        self._interrupts.append(callback)
+    def on_interrupt(self, target: Any) -> None:
+        """Registers an object whose `interrupt()` Ctrl-C must call to end a running call; it is not kept alive."""
+        self._interruptible.add(target)
 
     # ---- rounds ----
 
@@ -137,16 +161,23 @@ class LocalGroup:
         payload: Any,
         act: Callable[[list[Any]], Sequence[Any]],
         timeout_s: float,
+        *,
+        is_checked_later: bool = False,
     ) -> Any:
         """One collective call of `rank`. The last to come runs `act(payloads by rank)`, which returns what each
         rank gets: a value, or an Exception that is raised there. A payload that is an Exception is raised here
-        and ends the round for everybody else with a MoKPeerError.
+        and ends the round for everybody else with a MoKPeerError. So do calls of different names, unless `act`
+        sees for itself that they differ (`is_checked_later`, on every rank).
+
+        Raises RuntimeError for another member's thread, or outside of `run` where there are other ranks.
         """
         with self._condition:
+            self._check_thread(rank, name)
             number = self._num_calls[rank]
             self._num_calls[rank] += 1
             this = self._rounds.setdefault(number, _Round())
             this.arrivals[rank] = (name, payload)
+            this.is_checked_later &= is_checked_later
             if isinstance(payload, Exception) and this.error is None:
                 this.error = _peer_error(rank, payload)
             elif this.error is None and len(this.arrivals) == self._size:
@@ -177,6 +208,12 @@ class LocalGroup:
     def _act(self, this: _Round, act: Callable[[list[Any]], Sequence[Any]]) -> None:
         names = [this.arrivals[rank][0] for rank in range(self._size)]
         payloads = [this.arrivals[rank][1] for rank in range(self._size)]
+        if len(set(names)) > 1 and not this.is_checked_later:
+            given = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
+            text = f"ranks make different calls at the same time ({given}); "
+            text += "every rank makes the same calls in the same order"
+            this.error = lambda _: MoKPeerError(text)
+            return
         try:
             this.results = list(act(payloads))
         except Exception as error:
@@ -192,11 +229,7 @@ class LocalGroup:
                 this.error = _peer_error(rank, outcome)
             else:
                 waiting = ", ".join(f"rank {r} in {this.arrivals[r][0]}" for r in sorted(this.arrivals))
-                num_calls = self._num_calls[rank]
-                this.error = lambda _: MoKPeerError(
-                    f"rank {rank} returned after {num_calls} collective calls; its peers made another one: {waiting}",
-                    rank=rank,
-                )
+                this.error = _left_error(rank, self._num_calls[rank], waiting)
             self._condition.notify_all()
             return True
         return False
@@ -224,27 +257,46 @@ class LocalGroup:
         )
         self._condition.notify_all()
 
-    def _finish(self, rank: int, outcome: Exception | str) -> None:
+    def _finish(self, run_idx: int, rank: int, outcome: Exception | str) -> None:
         with self._condition:
-            self._outcomes[rank] = outcome
-            self._condition.notify_all()
+            if run_idx == self._run_idx:
+                self._outcomes[rank] = outcome
+                self._condition.notify_all()
+
+    def _check_thread(self, rank: int, name: str) -> None:
+        run_idx = getattr(self._local, "run_idx", None)  # None: no member's thread, or one that a member started
+        if run_idx is None:
+            if self._size > 1 and self._run_idx % 2 == 0:
+                raise RuntimeError(f"{name}: members of a group of {self._size} ranks work inside LocalGroup.run only")
+        elif run_idx != self._run_idx:
+            raise MoKPeerError(f"{name}: the run that this thread belongs to was interrupted")
+        elif rank != self._local.rank:
+            raise RuntimeError(f"{name}: rank {self._local.rank} uses the member (or a workspace) of rank {rank}")
 
     def _interrupt(self) -> None:
-        for callback in self._interrupts:
-            callback()
-        with self._condition:
+        self._run_idx += 1  # members that come to their next call only now fail there
+        while True:
+            for target in list(self._interruptible):
+                target.interrupt()
+            if self._condition.acquire(timeout=0.05):  # else a call is running
+                break
+        try:
             for this in self._rounds.values():
                 if this.results is None and this.error is None:
                     this.error = lambda _: MoKPeerError("interrupted")
             self._condition.notify_all()
+        finally:
+            self._condition.release()
 
     @staticmethod
     def _raise_first(errors: Sequence[BaseException | None]) -> None:
         raised = [(rank, error) for rank, error in enumerate(errors) if error is not None]
         if not raised:
             return
-        causes = [(rank, error) for rank, error in raised if not isinstance(error, MoKPeerError)]
-        rank, error = (causes or raised)[0]
+        # Not what a peer saw of it, nor what was made of that.
+        causes = [(rank, error) for rank, error in raised if not _is_consequence(error)]
+        others = [(rank, error) for rank, error in raised if not isinstance(error, MoKPeerError)]
+        rank, error = (causes or others or raised)[0]
         error.add_note(f"on rank {rank} of {len(errors)}")
         raise error
 
@@ -263,6 +315,10 @@ class LocalMember:
     def size(self) -> int:
         """The number of ranks in the group."""
         return self.group.size()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalMember:
+        """A copied layer belongs to the same rank of the same group."""
+        return self
 
     def __repr__(self) -> str:
         return f"LocalMember(rank={self._rank}, size={self.size()})"
@@ -285,21 +341,41 @@ def as_member(group: Any) -> LocalMember:
 
 
 def _peer_error(rank: int, cause: Exception) -> Callable[[int], Exception]:
-    text = f"rank {rank} raised {type(cause).__name__}: {cause}"
+    try:
+        text = f"rank {rank} raised {type(cause).__name__}: {cause}"
+    except Exception:  # a user's exception may be unable to say anything
+        text = f"rank {rank} raised {type(cause).__name__}"
     if isinstance(cause, MoKPeerError):  # it only saw the failure of another: name that one
         text = str(cause)
         rank = cause.rank if cause.rank is not None else rank
     return lambda _: MoKPeerError(text, rank=rank)
 
 
+def _left_error(rank: int, num_calls: int, waiting: str) -> Callable[[int], Exception]:
+    text = f"rank {rank} returned after {num_calls} collective calls; its peers made another one: {waiting}"
+    return lambda _: MoKPeerError(text, rank=rank)
+
+
 def _copy_of(error: Exception, text: str) -> Exception:
     """An own exception object for each rank, so that notes and tracebacks do not mix."""
     try:
-        copy = type(error)(str(error))
+        copied = copy.copy(error)
     except Exception:
-        copy = RuntimeError(text)
-    copy.__cause__ = error
-    return copy
+        copied = RuntimeError(text)
+    copied.__cause__ = error
+    return copied
+
+
+def _is_consequence(error: BaseException) -> bool:
+    """A MoKPeerError, or raised from or while handling one."""
+    seen: set[int] = set()
+    this: BaseException | None = error
+    while this is not None and id(this) not in seen:
+        if isinstance(this, MoKPeerError):
+            return True
+        seen.add(id(this))
+        this = this.__cause__ or this.__context__
+    return False
 
 
 def _check_int(name: str, value: Any, low: int, high: int) -> None:

@@ -70,7 +70,7 @@ class MoE(nn.Module):
         self.num_local_tokens = num_local_tokens
 
         def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, dtype=torch.bfloat16))
+            return nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device=self.member.group.device))
 
         local, wide, inner, shared = (
             self.num_local_experts,

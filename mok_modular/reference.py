@@ -71,19 +71,17 @@ def moe_ranks(
     routed, shared = (w_routed_gate, w_routed_up, w_routed_down), (w_shared_gate, w_shared_up, w_shared_down)
     _check(xs, expert_ids, router_weights, routed, shared)
     num_ranks, num_experts, topk = len(xs), len(w_routed_gate), expert_ids[0].shape[1]
-    tables = [
-        schedule.reference(expert_ids, num_experts=num_experts, rank=rank, row_block=row_block)
-        for rank in range(num_ranks)
+    tables = schedule.reference(expert_ids, num_experts=num_experts, row_block=row_block)
+    rows = dispatch.reference(xs, tables, topk=topk)
+    ys = [
+        _experts(rank_rows, gate, up, down, table.segment_start, table.segment_num_rows, swiglu_limit)
+        for rank_rows, table, gate, up, down in zip(rows, tables, *(w.chunk(num_ranks) for w in routed), strict=True)
     ]
-    ys = []
-    for table, gate, up, down in zip(tables, *(w.chunk(num_ranks) for w in routed), strict=True):
-        rows = dispatch.reference(xs, table.peer_rank, table.peer_token_idx, topk=topk)
-        ys.append(_experts(rows, gate, up, down, table.segment_start, table.segment_num_rows, swiglu_limit))
-    outs = []
-    for table, x, ids, weights in zip(tables, xs, expert_ids, router_weights, strict=True):
-        combined = combine.reference(ys, table.route_rank, table.route_row)
-        outs.append(reduce.reference(combined, weights, ids >= 0, _shared_expert(x, *shared, swiglu_limit)))
-    return outs
+    combined = combine.reference(ys, tables)
+    return [
+        reduce.reference(cells, weights, ids >= 0, _shared_expert(x, *shared, swiglu_limit))
+        for cells, x, ids, weights in zip(combined, xs, expert_ids, router_weights, strict=True)
+    ]
 
 
 def _experts(
@@ -96,8 +94,7 @@ def _experts(
     swiglu_limit: float | None,
 ) -> Tensor:
     """The experts of one rank on their rows [num_rows, H] -> [num_rows, H]."""
-    gate = grouped_gemm.reference(rows, w_gate, segment_start, segment_num_rows)
-    up = grouped_gemm.reference(rows, w_up, segment_start, segment_num_rows)
+    gate, up = grouped_gemm.reference(rows, (w_gate, w_up), segment_start, segment_num_rows)
     h = swiglu.reference(gate, up, swiglu_limit)
     return grouped_gemm.reference(h, w_down, segment_start, segment_num_rows)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from mok_modular.config import MAX_TOPK, MoKConfig
 from mok_modular.group import LocalGroup, LocalMember, as_member
 from mok_modular.targets import host
 
-_caches: WeakKeyDictionary[LocalGroup, dict[Any, Workspace]] = WeakKeyDictionary()
+_groups: WeakSet[LocalGroup] = WeakSet()  # those with cached workspaces
 
 
 def layout_key(config: MoKConfig) -> tuple[Any, ...]:
@@ -24,7 +24,7 @@ def layout_key(config: MoKConfig) -> tuple[Any, ...]:
     return (
         config.minibatch_size,
         config.macrobatch_size,
-        config.schedule_capacity_multiplier,
+        None if config.schedule_capacity_multiplier is None else float(config.schedule_capacity_multiplier),
         config.dispatch,
         config.combine,
         config.signal_grain,
@@ -55,7 +55,7 @@ class Workspace:
         self.num_local_tokens = num_local_tokens
         self.hidden_size = hidden_size
         self.topk = topk
-        self.device = torch.device("cpu")
+        self.device = torch.device(member.group.device)
 
     @property
     def x(self) -> Tensor:
@@ -89,6 +89,7 @@ class Workspace:
         Schedules built before stay valid. Raises ValueError on every rank if the numbers differ.
         """
         _check_size("num_tokens", num_tokens, 0)
+        _check_num_routes("num_tokens", num_tokens, self.topk, self.member.size())
 
         def act(payloads: list[Any]) -> Sequence[Any]:
             _check_same("grow", [{"num_tokens": n} for n in payloads])
@@ -98,8 +99,16 @@ class Workspace:
         self.meet("grow", num_tokens, act)
         self.num_local_tokens = max(self.num_local_tokens, num_tokens)
 
-    def meet(self, name: str, payload: Any, act: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """One collective call on this workspace (see LocalGroup.meet)."""
+    def meet(
+        self,
+        name: str,
+        payload: Any,
+        act: Callable[[list[Any]], Sequence[Any]],
+        start_timeout_s: float | None = None,
+        *,
+        is_checked_later: bool = False,
+    ) -> Any:
+        """One collective call on this workspace (see LocalGroup.meet). start_timeout_s: None is the workspace's."""
         tagged = payload if isinstance(payload, Exception) else (self, payload)
 
         def act_here(arrivals: list[Any]) -> Sequence[Any]:
@@ -115,14 +124,15 @@ class Workspace:
             return act([payload for _, payload in arrivals])
 
         group = self.member.group
-        return group.meet(self.member.rank(), name, tagged, act_here, self.config.start_timeout_s)
+        timeout_s = self.config.start_timeout_s if start_timeout_s is None else start_timeout_s
+        return group.meet(self.member.rank(), name, tagged, act_here, timeout_s, is_checked_later=is_checked_later)
 
 
 def create_workspace(
     config: MoKConfig,
     group: Any,
     *,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     num_local_tokens: int,
     hidden_size: int,
     topk: int,
@@ -132,22 +142,11 @@ def create_workspace(
     `group`: a LocalMember. `num_local_tokens` is the largest T of any rank, the same on every rank.
     Raises TypeError or ValueError that names the argument; ValueError on every rank if ranks differ.
     """
-    member = as_member(group)
-    if not isinstance(config, MoKConfig):
-        raise TypeError(f"config must be a MoKConfig, got {type(config).__name__}")
-    if torch.device(device).type != "cpu":
-        raise ValueError(f"device must be the group's, 'cpu', got {str(device)!r}")
-    _check_size("num_local_tokens", num_local_tokens, 0)
-    _check_size("hidden_size", hidden_size, 64)
-    _check_size("topk", topk, 1)
-    if hidden_size % 64:
-        raise ValueError(f"hidden_size must be a multiple of 64, got {hidden_size}")
-    if topk > MAX_TOPK:
-        raise ValueError(f"topk must be at most {MAX_TOPK}, got {topk}")
+    member = _check_arguments(config, group, device, num_local_tokens, hidden_size, topk)
 
     def act(payloads: list[Any]) -> Sequence[Any]:
         _check_same("create_workspace", payloads)
-        shared = host.SharedWorkspace(member.group, config, num_local_tokens, hidden_size, topk)
+        shared = _shared_workspace_class(member.group)(member.group, config, num_local_tokens, hidden_size, topk)
         return [shared] * len(payloads)
 
     payload = {
@@ -164,16 +163,16 @@ def get_workspace(
     config: MoKConfig,
     group: Any,
     *,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     num_local_tokens: int,
     hidden_size: int,
     topk: int,
 ) -> Workspace:
     """As `create_workspace`, but cached: the same object as long as `num_local_tokens` fits. Collective only
     when a workspace is created, which every rank sees alike since all its arguments must agree."""
-    member = as_member(group)
+    member = _check_arguments(config, group, device, num_local_tokens, hidden_size, topk)
     key = (member.rank(), layout_key(config), hidden_size, topk)
-    cache = _caches.setdefault(member.group, {})
+    cache = member.group.workspaces
     found = cache.get(key)
     if found is None or found.num_local_tokens < num_local_tokens:
         found = create_workspace(
@@ -185,7 +184,17 @@ def get_workspace(
             topk=topk,
         )
         cache[key] = found
+        _groups.add(member.group)
     return found
+
+
+def _shared_workspace_class(group: LocalGroup) -> type[host.SharedWorkspace]:
+    """The target that runs on the group's device; imported only where it is used."""
+    if torch.device(group.device).type == "cpu":
+        return host.SharedWorkspace
+    from mok_modular.targets.cuda import CudaWorkspace
+
+    return CudaWorkspace
 
 
 def agree_on_num_tokens(config: MoKConfig, group: Any, num_tokens: int) -> int:
@@ -201,12 +210,41 @@ def agree_on_num_tokens(config: MoKConfig, group: Any, num_tokens: int) -> int:
 def clear_workspace_cache(group: Any = None) -> None:
     """Forgets the cached workspaces of a member, or, without one, of every group in this process."""
     if group is None:
-        _caches.clear()
+        for each in list(_groups):
+            each.workspaces.clear()
         return
     member = as_member(group)
-    cache = _caches.get(member.group, {})
+    cache = member.group.workspaces
     for key in [key for key in cache if key[0] == member.rank()]:
         del cache[key]
+
+
+def _check_arguments(
+    config: MoKConfig, group: Any, device: torch.device | str | None, num_local_tokens: int, hidden_size: int, topk: int
+) -> LocalMember:
+    member = as_member(group)
+    if not isinstance(config, MoKConfig):
+        raise TypeError(f"config must be a MoKConfig, got {type(config).__name__}")
+    if device is not None and torch.device(device).type != torch.device(member.group.device).type:
+        raise ValueError(f"device must be the group's, {member.group.device!r}, got {str(device)!r}")
+    _check_size("num_local_tokens", num_local_tokens, 0)
+    _check_size("hidden_size", hidden_size, 64)
+    _check_size("topk", topk, 1)
+    if hidden_size % 64:
+        raise ValueError(f"hidden_size must be a multiple of 64, got {hidden_size}")
+    if topk > MAX_TOPK:
+        raise ValueError(f"topk must be at most {MAX_TOPK}, got {topk}")
+    _check_num_routes("num_local_tokens", num_local_tokens, topk, member.size())
+    return member
+
+
+def _check_num_routes(name: str, num_tokens: int, topk: int, num_ranks: int) -> None:
+    """Rows are counted in 32 bits."""
+    if num_tokens * topk * num_ranks >= 2**31:
+        raise ValueError(
+            f"{name} times topk times the number of ranks must be below 2147483648, got {num_tokens} * {topk} * "
+            f"{num_ranks}"
+        )
 
 
 def _check_size(name: str, value: Any, minimum: int) -> None:

@@ -17,11 +17,12 @@ MOK_DEVICE int32 num_generations(const Call& call) { return ceil_div(num_rows(ca
 // The macrobatch that generation `generation` (in launch order) works on; negative: surplus.
 MOK_DEVICE int32 macrobatch_of(const Call& call, int32 generation) { return num_generations(call) - 1 - generation; }
 
-MOK_DEVICE int32 block_macrobatch(const Shape& s, int32 block) {
-  return static_cast<int32>(int64{block} * s.row_block / s.ring_rows);
-}
+// A ring is whole row blocks, so 32-bit block arithmetic is enough.
+MOK_DEVICE int32 block_macrobatch(const Shape& s, int32 block) { return block / (s.ring_rows / s.row_block); }
 // Where a row block starts inside the ring (or inside the context, which has the ring's shape).
-MOK_DEVICE int64 block_ring_row(const Shape& s, int32 block) { return int64{block} * s.row_block % s.ring_rows; }
+MOK_DEVICE int64 block_ring_row(const Shape& s, int32 block) {
+  return int64{block % (s.ring_rows / s.row_block)} * s.row_block;
+}
 
 MOK_DEVICE int32 block_slot(const Shape& s, int32 block) {
   return static_cast<int32>(block_ring_row(s, block) / s.minibatch);

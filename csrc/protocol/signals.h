@@ -83,9 +83,9 @@ MOK_DEVICE bool is_aborted(const Args& args) {
 // Tells every rank. One word per raiser, and it carries the reset generation: a stale one is ignored.
 MOK_DEVICE void raise_abort(const Args& args) {
   const Shape& s = args.call.shape;
+  fence_system();
   for (int32 dst = 0; dst < s.num_ranks; ++dst)
-    store_release_system(args.call.peer<Word>(Region::words, dst) + abort_offset(args.call.rank, s),
-                         args.generation + 1);
+    store_system(args.call.peer<Word>(Region::words, dst) + abort_offset(args.call.rank, s), args.generation + 1);
 }
 
 // What stages see: every wait and publish by the name of its edge.
@@ -135,22 +135,22 @@ class Signals {
   // Adds `count` and tells whether that made up `total`; then everything the others did before their
   // additions is visible here.
   MOK_DEVICE bool arrive(Edge edge, int64 index, Word total, Word count = 1) {
-    const bool is_last = add(edge, index, count) + count == total;
-    if (is_last) fence_acquire(args_.counter(edge, index));
+    if (!worker_.may_publish(edge, index, args_.call.rank)) return false;
+    const bool is_last = add_release(args_.counter(edge, index), count) + count == total;
+    if (is_last) fence_acquire(args_.counter(edge, index), false);
     return is_last;
   }
-  MOK_DEVICE void set_rank(Edge edge, int32 dst_rank) {
-    if (!worker_.may_publish(edge, dst_rank, dst_rank)) return;
-    const Word epoch = args_.epoch_of(edge);
-    store_release_system(args_.word(edge, epoch, args_.call.rank, dst_rank),
-                         edge == Edge::entered ? entered_word(args_) : epoch);
-  }
+  // One system fence, then a store a rank.
   MOK_DEVICE void set_all_ranks(Edge edge) {
-    for (int32 dst = 0; dst < args_.call.shape.num_ranks; ++dst) set_rank(edge, dst);
+    const Word epoch = args_.epoch_of(edge), value = edge == Edge::entered ? entered_word(args_) : epoch;
+    fence_system();
+    for (int32 dst = 0; dst < args_.call.shape.num_ranks; ++dst)
+      if (worker_.may_publish(edge, dst, dst)) store_system(args_.word(edge, epoch, args_.call.rank, dst), value);
   }
   MOK_DEVICE void set_arrival(Edge edge, int64 index, int32 dst_rank) {
     if (!worker_.may_publish(edge, index, dst_rank)) return;
-    store_release_system(args_.arrival(edge, index, args_.call.rank, dst_rank), args_.call_epoch);
+    fence_system();
+    store_system(args_.arrival(edge, index, args_.call.rank, dst_rank), args_.call_epoch);
   }
 
  private:
@@ -175,7 +175,7 @@ class Signals {
       worker_.fail(args_, wait);
       return false;
     }
-    fence_acquire(wait.word);
+    fence_acquire(wait.word, is_cross_rank(wait.edge));
     return true;
   }
 

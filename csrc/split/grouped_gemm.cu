@@ -1,11 +1,12 @@
-// The expert products, each alone in its kernel: one launch a generation for the routed experts.
+// The expert products, each alone in its kernel: one launch a generation for the routed experts. On a GPU
+// the same kernels serve gate_up+swiglu and down+combine, whose second stage lives in the epilogue.
 #include "stages/grouped_gemm.h"
 
-#include "targets/driver.h"
+#include "targets/gemm_driver.h"
 
 namespace mok::kernels {
-MOK_KERNEL(gate_up) { run_tasks<group_bit(Stage::gate_up)>(args, launch, worker); }
-MOK_KERNEL(down) { run_tasks<group_bit(Stage::down)>(args, launch, worker); }
-MOK_KERNEL(shared_gate_up) { run_single<SharedGateUp, true>(args, launch, worker); }
-MOK_KERNEL(shared_down) { run_single<SharedDown, true>(args, launch, worker); }
+MOK_GEMM_KERNEL(gate_up, GateUp, group_bit(Stage::gate_up))
+MOK_GEMM_KERNEL(down, Down, group_bit(Stage::down))
+MOK_GEMM_KERNEL(shared_gate_up, SharedGateUp, 0)
+MOK_GEMM_KERNEL(shared_down, SharedDown, 0)
 }  // namespace mok::kernels

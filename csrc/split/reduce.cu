@@ -6,6 +6,8 @@
 namespace mok::kernels {
 MOK_KERNEL(reduce) {
   run_single<Reduce, false>(args, launch, worker);
-  leave_call(args, Edge::exited, launch, worker);
+  if (is_aborted(args)) Reduce::poison(args.call, worker);
+  worker.sync();
+  worker.once([&] { leave_call(args, Edge::exited, launch, worker); });
 }
 }  // namespace mok::kernels

@@ -5,7 +5,7 @@
 //   decode(call, task)            which rows, columns and k range
 //   needs(args, task, signals)
 //   operands(call, task, gemm)    row blocks of K-contiguous matrices: A[rows, k], B[cols, k] once or twice
-//   planes(call, task, out)       what the tile leaves behind
+//   planes(call, task)            what the tile leaves behind
 //   element(...)                  accumulators -> BF16, for 32 columns of a row held by the calling lanes
 //   store(...)                    the BF16 tile of a plane -> memory, own or a peer's
 //   publishes(args, task, signals)
@@ -77,7 +77,26 @@ struct Operands {
 };
 
 enum class Plane : int32 { gate, up, hidden, y };
-constexpr int kMaxPlanes = 3;
+
+// A few planes in one word: an array would have to live in memory on a GPU.
+struct PlaneList {
+  uint32 word = 0;
+  MOK_DEVICE PlaneList with(Plane plane) const { return PlaneList{word << 4 | (static_cast<uint32>(plane) + 1)}; }
+  MOK_DEVICE bool is_empty() const { return word == 0; }
+  MOK_DEVICE Plane pop() {
+    const Plane plane = static_cast<Plane>((word & 15u) - 1);
+    word >>= 4;
+    return plane;
+  }
+};
+
+// Values of a plane, relative to the task's tile: all of it, or what one warp holds of it.
+struct TilePart {
+  int32 first_row, num_rows;
+  int32 first_col, num_cols;
+  const bf16* values;  // [num_rows, pitch]
+  int64 pitch;
+};
 
 template <Stage kStageValue>
 struct GroupedGemm {
@@ -140,21 +159,16 @@ struct GroupedGemm {
   }
 
   // gate_up leaves gate and up where they are kept or where swiglu is a kernel of its own, and h where it is not.
-  MOK_DEVICE static int32 planes(const Call& call, const Task& task, Plane (&out)[kMaxPlanes]) {
+  MOK_DEVICE static PlaneList planes(const Call& call, const Task& task) {
     if constexpr (!kIsGateUp) {
-      out[0] = Plane::y;
-      return 1;
+      return PlaneList().with(Plane::y);
     } else {
       const bool is_swiglu_here = kIsShared || is_swiglu_in_gate_up(call);
       const bool is_kept = kIsShared ? call.tensors.context_shared_gate != nullptr
                                      : call.tensors.context_gate && block_macrobatch(call.shape, task.block) == 0;
-      int32 count = 0;
-      if (is_swiglu_here) out[count++] = Plane::hidden;
-      if (is_kept || !is_swiglu_here) {
-        out[count++] = Plane::gate;
-        out[count++] = Plane::up;
-      }
-      return count;
+      PlaneList list;
+      if (is_kept || !is_swiglu_here) list = list.with(Plane::gate).with(Plane::up);
+      return is_swiglu_here ? list.with(Plane::hidden) : list;
     }
   }
 
@@ -165,22 +179,27 @@ struct GroupedGemm {
     MOK_UNROLL
     for (int32 i = 0; i < Lanes::kNum; ++i) {
       if (plane == Plane::hidden)
-        out[i] = swiglu(call, to_bf16(acc0[i]), to_bf16(acc1[i]));
+        out[i] = swiglu(call, to_float(to_bf16(acc0[i])), to_float(to_bf16(acc1[i])));
       else
         out[i] = to_bf16(plane == Plane::up ? acc1[i] : acc0[i]);
     }
   }
 
-  // Stores rows [0, row_block) of a plane's tile. Padding rows become zeros, except in y, which nobody reads there.
+  // Stores a part of a plane's tile. Padding rows become zeros, except where nobody reads them: behind the last token,
+  // and in what is pushed.
   template <class Worker>
   MOK_DEVICE static void store(const Call& call, Worker& worker, const Task& task, const GemmTile& tile, Plane plane,
-                               const bf16* values, int64 pitch) {
+                               const TilePart& part) {
     const bool is_pushed = kStage == Stage::down && is_combine_in_down(call);
-    const int32 num_rows = (kIsShared || is_pushed) ? tile.num_rows : call.shape.row_block;
+    const int32 end = (kIsShared || is_pushed) ? min_of(part.first_row + part.num_rows, tile.num_rows)
+                                               : part.first_row + part.num_rows;
+    const int32 first_col = tile.first_col + part.first_col;
+    const int64 pitch = width(call), first_row = int64{task.block} * call.shape.row_block + part.first_row;
+    bf16* block = is_pushed ? nullptr : plane_block(call, task, plane) + part.first_row * pitch + first_col;
     worker.copy_rows(
-        num_rows, tile.num_cols * int64{sizeof(bf16)},
-        [&](int32 i) { return destination(call, task, plane, is_pushed, i) + tile.first_col; },
-        [&](int32 i) { return i < tile.num_rows ? values + i * pitch : nullptr; });
+        end - part.first_row, part.num_cols * int64{sizeof(bf16)},
+        [&](int32 i) { return is_pushed ? combine_destination(call, first_row + i) + first_col : block + i * pitch; },
+        [&](int32 i) { return part.first_row + i < tile.num_rows ? part.values + i * part.pitch : nullptr; });
   }
 
   template <class Worker>
@@ -213,21 +232,20 @@ struct GroupedGemm {
   }
 
  private:
-  MOK_DEVICE static bf16* destination(const Call& call, const Task& task, Plane plane, bool is_pushed, int32 i) {
+  // Row 0 of a task's block in a plane.
+  MOK_DEVICE static bf16* plane_block(const Call& call, const Task& task, Plane plane) {
     const Tensors& t = call.tensors;
-    const int64 token_row = int64{task.block} * call.shape.row_block + i;
     if constexpr (kIsShared) {
       bf16* base = plane == Plane::y      ? call.at<bf16>(Region::shared_y)
                    : plane == Plane::gate ? t.context_shared_gate
                    : plane == Plane::up   ? t.context_shared_up
                                           : call.at<bf16>(Region::shared_hidden);
-      return base + token_row * width(call);
+      return base + int64{task.block} * call.shape.row_block * width(call);
     } else {
-      if (is_pushed) return combine_destination(call, token_row);
-      if (plane == Plane::gate) return gate_row(call, task.block, i);
-      if (plane == Plane::up) return up_row(call, task.block, i);
-      if (plane == Plane::hidden) return hidden_row(call, task.block, i);
-      return y_row(call, task.block, i);
+      if (plane == Plane::gate) return gate_row(call, task.block, 0);
+      if (plane == Plane::up) return up_row(call, task.block, 0);
+      if (plane == Plane::hidden) return hidden_row(call, task.block, 0);
+      return y_row(call, task.block, 0);
     }
   }
 };

@@ -23,23 +23,49 @@ struct Reduce {
   template <class Worker>
   MOK_DEVICE static void tile(const Args& args, Worker& worker, const Task& task) {
     const Call& call = args.call;
-    const int64 width = call.shape.hidden_size, first = int64{task.part} * kReduceTokens;
-    const bf16* shared = call.shape.shared_size ? call.at<bf16>(Region::shared_y) : nullptr;
-    const bf16* combined = call.at<bf16>(Region::combine);
-    worker.for_each(num_tokens(call, task) * width, [&](int64 i) {
-      const int64 token = first + i / width, column = i % width;
-      float acc = shared ? to_float(shared[token * width + column]) : 0.0f;
-      for (int32 k = 0; k < call.shape.topk; ++k) {
-        const int64 route = token * call.shape.topk + k;
-        if (call.schedule.route_rank[route] < 0) continue;
-        acc = fmaf_f32(call.tensors.router_weights[route], to_float(combined[route * width + column]), acc);
+    const int32 vectors = call.shape.hidden_size / 8, topk = call.shape.topk;  // of a row
+    const int64 first = int64{task.part} * kReduceTokens;
+    const auto* shared = reinterpret_cast<const bf16x8*>(call.shape.shared_size ? call.at<bf16>(Region::shared_y) : nullptr);
+    const auto* combined = reinterpret_cast<const bf16x8*>(call.at<bf16>(Region::combine));
+    auto* output = reinterpret_cast<bf16x8*>(call.tensors.output);
+    worker.for_each(num_tokens(call, task) * vectors, [&](int32 i) {
+      const int64 token = first + i / vectors, column = i % vectors;
+      float acc[8] = {};
+      if (shared) set_row(shared[token * vectors + column], acc);
+      // Rows are read kBatch at a time, so that several loads are in flight; the sums stay in order of k.
+      for (int32 begin = 0; begin < topk; begin += kBatch) {
+        bf16x8 row[kBatch];
+        bool is_route[kBatch];
+        MOK_UNROLL
+        for (int32 k = 0; k < kBatch; ++k) {
+          const int64 route = token * topk + begin + k;
+          is_route[k] = begin + k < topk && call.schedule.route_rank[route] >= 0;
+          if (is_route[k]) row[k] = combined[route * vectors + column];
+        }
+        MOK_UNROLL
+        for (int32 k = 0; k < kBatch; ++k)
+          if (is_route[k]) add_weighted_row(call.tensors.router_weights[token * topk + begin + k], row[k], acc);
       }
-      call.tensors.output[token * width + column] = to_bf16(acc);
+      bf16x8 out;
+      MOK_UNROLL
+      for (int32 pair = 0; pair < 4; ++pair) out.pairs[pair] = pack(to_bf16(acc[2 * pair]), to_bf16(acc[2 * pair + 1]));
+      output[token * vectors + column] = out;
     });
   }
 
   template <class Worker>
   MOK_DEVICE static void publishes(const Args&, const Task&, Signals<Worker>&) {}
+
+  // The output of an aborted call is NaN: an optimizer step may already stand behind it in the queue.
+  template <class Worker>
+  MOK_DEVICE static void poison(const Call& call, Worker& worker) {
+    auto* output = reinterpret_cast<bf16x8*>(call.tensors.output);
+    const int32 vectors = call.shape.hidden_size / 8;
+    for (int64 token = worker.index(); token < call.num_tokens; token += worker.num_workers())
+      worker.for_each(vectors, [&](int32 i) {
+        output[token * vectors + i] = bf16x8{{0xffffffffu, 0xffffffffu, 0xffffffffu, 0xffffffffu}};
+      });
+  }
 
   MOK_DEVICE static Cost cost(const Call& call, const Task& task) {
     const int64 tokens = num_tokens(call, task), width = call.shape.hidden_size;
@@ -51,6 +77,16 @@ struct Reduce {
   }
 
  private:
+  static constexpr int32 kBatch = 4;
+
+  MOK_DEVICE static void set_row(const bf16x8& row, float (&acc)[8]) {
+    MOK_UNROLL
+    for (int32 i = 0; i < 8; ++i) acc[i] = element(row, i);
+  }
+  MOK_DEVICE static void add_weighted_row(float weight, const bf16x8& row, float (&acc)[8]) {
+    MOK_UNROLL
+    for (int32 i = 0; i < 8; ++i) acc[i] = fmaf_f32(weight, element(row, i), acc[i]);
+  }
   MOK_DEVICE static int32 num_tokens(const Call& call, const Task& task) {
     return max_of(0, min_of(kReduceTokens, call.num_tokens - task.part * kReduceTokens));
   }

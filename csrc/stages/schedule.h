@@ -34,7 +34,7 @@ struct ScheduleStage {
   // false: no such ticket.
   MOK_DEVICE static bool decode(const Call& call, int64 ticket, ScheduleTask* task) {
     const int32 pushes = num_push(call), chunks = num_chunks(call), per_rank = call.shape.chunks_per_rank();
-    if (ticket >= int64{pushes} + 2 * chunks + 1) return false;
+    if (ticket < 0 || ticket >= int64{pushes} + 2 * chunks + 1) return false;
     int32 index = static_cast<int32>(ticket);
     *task = ScheduleTask{ScheduleTask::push, call.rank, index};
     if (index < pushes) return true;
@@ -150,7 +150,10 @@ struct ScheduleStage {
     const int32 count = num_ids(args, task), first = task.chunk * kScheduleChunk;
     worker.for_each(int64{call.shape.num_ranks} * count, [&](int64 i) {
       const int32 dst = static_cast<int32>(i / count), at = first + static_cast<int32>(i % count);
-      ids_at(args, dst, call.rank)[at] = call.tensors.top_experts[at];
+      const int32 id = call.tensors.top_experts[at];
+      const bool is_valid = id >= -1 && id < call.shape.num_experts();
+      if (!is_valid && dst == call.rank) worker.report_invalid_id(args);
+      ids_at(args, dst, call.rank)[at] = is_valid ? id : -1;
     });
   }
 
@@ -184,7 +187,7 @@ struct ScheduleStage {
       totals_of(call, src)[expert] = total;
     });
     worker.sync();
-    worker.once([&] { layout_segments(call); });
+    worker.once([&] { layout_segments(args, worker); });
     worker.sync();
     const int32 rows = num_rows(call);
     worker.for_each(call.shape.capacity_rows, [&](int64 row) {
@@ -206,7 +209,9 @@ struct ScheduleStage {
     return total;
   }
 
-  MOK_DEVICE static void layout_segments(const Call& call) {
+  template <class Worker>
+  MOK_DEVICE static void layout_segments(const Args& args, Worker& worker) {
+    const Call& call = args.call;
     const Shape& s = call.shape;
     const Schedule& schedule = call.schedule;
     int64 start = 0;
@@ -220,6 +225,7 @@ struct ScheduleStage {
     for (int32 expert = 0; expert < s.num_experts(); ++expert) num_routes += totals_of(call, call.rank)[expert];
     // More rows than planned: none is placed, and the caller raises an error with both numbers.
     const bool is_over = start > s.capacity_rows;
+    if (is_over) worker.report_overflow(args, start);
     if (is_over)
       for (int32 local = 0; local < s.num_local_experts; ++local)
         schedule.segment_start[local] = schedule.segment_num_rows[local] = 0;

@@ -14,8 +14,8 @@ MOK_DEVICE float clamp_both(float value, float limit) {
   return value > limit ? limit : value < -limit ? -limit : value;
 }
 
-MOK_DEVICE bf16 swiglu(const Call& call, bf16 gate_value, bf16 up_value) {
-  float gate = to_float(gate_value), up = to_float(up_value);
+// gate and up hold BF16 values.
+MOK_DEVICE bf16 swiglu(const Call& call, float gate, float up) {
   if (call.has_swiglu_limit) {
     gate = clamp_above(gate, call.swiglu_limit);
     up = clamp_both(up, call.swiglu_limit);
@@ -38,11 +38,18 @@ struct Swiglu {
   MOK_DEVICE static void tile(const Args& args, Worker& worker, const Task& task) {
     const Call& call = args.call;
     const int32 first = task.part * kElementRows;
-    const bf16* gate = gate_row(call, task.block, first);
-    const bf16* up = up_row(call, task.block, first);
-    bf16* hidden = hidden_row(call, task.block, first);
-    worker.for_each(int64{kElementRows} * call.shape.intermediate_size,
-                    [&](int64 i) { hidden[i] = swiglu(call, gate[i], up[i]); });
+    const auto* gate = reinterpret_cast<const bf16x8*>(gate_row(call, task.block, first));
+    const auto* up = reinterpret_cast<const bf16x8*>(up_row(call, task.block, first));
+    auto* hidden = reinterpret_cast<bf16x8*>(hidden_row(call, task.block, first));
+    worker.for_each(kElementRows * call.shape.intermediate_size / 8, [&](int32 i) {
+      const bf16x8 g = gate[i], u = up[i];
+      bf16x8 h;
+      MOK_UNROLL
+      for (int32 pair = 0; pair < 4; ++pair)
+        h.pairs[pair] = pack(swiglu(call, element(g, 2 * pair), element(u, 2 * pair)),
+                             swiglu(call, element(g, 2 * pair + 1), element(u, 2 * pair + 1)));
+      hidden[i] = h;
+    });
   }
 
   template <class Worker>

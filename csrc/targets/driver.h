@@ -3,4 +3,6 @@
 
 #if defined(MOK_TARGET_HOST)
 #include "targets/host/driver.h"
+#elif defined(MOK_TARGET_SM90)
+#include "targets/cuda/driver.h"
 #endif

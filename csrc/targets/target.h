@@ -2,6 +2,7 @@
 //
 // Stage code, the protocol and the shells are compiled once per target:
 //   MOK_TARGET_HOST   a C++20 compiler; workers are fibers or threads (targets/host/)
+//   MOK_TARGET_SM90   NVRTC for sm_90a; workers are CTAs (targets/cuda/), GEMM role loops in targets/sm90/
 // Every target provides the same names: MOK_DEVICE, MOK_KERNEL, the word operations of
 // memory.h, exp_f32 / rcp_f32 of math.h, and a Worker (see targets/README.md).
 #pragma once
@@ -11,6 +12,11 @@
 #define MOK_UNROLL
 #include "targets/host/math.h"
 #include "targets/host/memory.h"
+#elif defined(MOK_TARGET_SM90)
+#define MOK_DEVICE __device__ __forceinline__
+#define MOK_UNROLL _Pragma("unroll")
+#include "targets/cuda/math.h"
+#include "targets/cuda/memory.h"
 #else
-#error "define one of: MOK_TARGET_HOST"
+#error "define one of: MOK_TARGET_HOST, MOK_TARGET_SM90"
 #endif

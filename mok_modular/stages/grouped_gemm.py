@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, overload
+
 import torch
 from torch import Tensor
 
+from mok_modular.targets import host_stage
 
-def reference(rows: Tensor, weight: Tensor, segment_start: Tensor, segment_num_rows: Tensor) -> Tensor:
-    """Returns ``rows @ weight[expert].T`` [num_rows, N], segment by segment, in the dtype of ``rows``.
+if TYPE_CHECKING:
+    from mok_modular.group import LocalGroup
+
+
+@overload
+def reference(rows: Tensor, weight: Tensor, segment_start: Tensor, segment_num_rows: Tensor) -> Tensor: ...
+@overload
+def reference(
+    rows: Tensor, weight: tuple[Tensor, Tensor], segment_start: Tensor, segment_num_rows: Tensor
+) -> tuple[Tensor, Tensor]: ...
+def reference(
+    rows: Tensor, weight: Tensor | tuple[Tensor, Tensor], segment_start: Tensor, segment_num_rows: Tensor
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Returns ``rows @ weight[expert].T`` [num_rows, N], segment by segment, in the dtype of ``rows``: one weight is
+    the down projection, a pair is gate and up and gives a pair.
 
     ``rows`` is [num_rows, Kdim] and ``weight`` [El, N, Kdim], both bfloat16, float32 or float64.
     ``segment_start`` (int32 [El+1]) and ``segment_num_rows`` (int32 [El]) come from the schedule. bfloat16 is
@@ -19,6 +36,84 @@ def reference(rows: Tensor, weight: Tensor, segment_start: Tensor, segment_num_r
     Raises TypeError when the dtypes differ, ValueError for wrong shapes and for segments that overlap or pass
     the end.
     """
+    if isinstance(weight, Tensor):
+        return _multiply(rows, weight, segment_start, segment_num_rows)
+    gate, up = _pair(weight)
+    return (
+        _multiply(rows, gate, segment_start, segment_num_rows),
+        _multiply(rows, up, segment_start, segment_num_rows),
+    )
+
+
+@overload
+def launch(
+    rows: Tensor,
+    weight: Tensor,
+    segment_start: Tensor,
+    segment_num_rows: Tensor,
+    *,
+    row_block: int = 128,
+    group: LocalGroup | None = None,
+) -> Tensor: ...
+@overload
+def launch(
+    rows: Tensor,
+    weight: tuple[Tensor, Tensor],
+    segment_start: Tensor,
+    segment_num_rows: Tensor,
+    *,
+    row_block: int = 128,
+    group: LocalGroup | None = None,
+) -> tuple[Tensor, Tensor]: ...
+def launch(
+    rows: Tensor,
+    weight: Tensor | tuple[Tensor, Tensor],
+    segment_start: Tensor,
+    segment_num_rows: Tensor,
+    *,
+    row_block: int = 128,
+    group: LocalGroup | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``reference`` by the compiled stages gate_up (a pair of weights) and down, each alone in its kernel, on the one
+    rank of ``group`` (a fresh LocalGroup if None). All tensors are bfloat16 on the CPU; no gradients. The sums of a
+    row run over k ascending, whatever rows stand beside it.
+
+    Raises what ``reference`` raises, and TypeError for another dtype, ValueError for another device, for Kdim or N
+    that is no multiple of 64 and for segments that are not whole row blocks.
+    """
+    is_pair = not isinstance(weight, Tensor)
+    weights = _pair(weight) if not isinstance(weight, Tensor) else (weight,)
+    for each in weights:
+        _check(rows, each, segment_start, segment_num_rows)
+    host_stage.check_bfloat16(rows=rows)
+    num_cols, num_k = weights[0].shape[1:]
+    host_stage.check_width("Kdim", num_k)
+    host_stage.check_width("N", num_cols)
+    if bool((segment_start % row_block != 0).any()):
+        raise ValueError(f"segment_start must hold multiples of row_block={row_block}, got {segment_start.tolist()}")
+    run = host_stage.StageRun(
+        "gate_up" if is_pair else "down",
+        [host_stage.segment_tables(segment_start, segment_num_rows, row_block)],
+        row_block=row_block,
+        num_tokens=[0],
+        hidden_size=num_k if is_pair else num_cols,
+        intermediate_size=num_cols if is_pair else num_k,
+        group=group,
+    )
+    num_rows = int(segment_start[-1])
+    run.fill(0, "ring_x" if is_pair else "ring_hidden", rows[:num_rows])
+    names = ("w_routed_gate", "w_routed_up") if is_pair else ("w_routed_down",)
+    run.launch([{name: each.detach().contiguous() for name, each in zip(names, weights, strict=True)}])
+
+    def result(region: str) -> Tensor:
+        out = rows.new_zeros(len(rows), num_cols)
+        out[:num_rows] = run.region(0, region, num_cols)[:num_rows]
+        return out
+
+    return (result("ring_gate"), result("ring_up")) if is_pair else result("ring_y")
+
+
+def _multiply(rows: Tensor, weight: Tensor, segment_start: Tensor, segment_num_rows: Tensor) -> Tensor:
     _check(rows, weight, segment_start, segment_num_rows)
     starts = segment_start.tolist()
     ends = [*starts[1:-1], len(rows)]  # what follows the last segment counts as its padding
@@ -34,6 +129,13 @@ def reference(rows: Tensor, weight: Tensor, segment_start: Tensor, segment_num_r
         product = filled.to(accumulator_dtype) @ expert_weight.to(accumulator_dtype).T
         pieces += [product.to(rows.dtype), padding.new_zeros(len(padding), weight.shape[1])]
     return torch.cat(pieces)
+
+
+def _pair(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    if len(weights) != 2 or weights[0].shape != weights[1].shape:
+        shapes = [tuple(w.shape) for w in weights]
+        raise ValueError(f"weight must be one tensor or a pair (gate, up) of one shape, not {shapes}")
+    return weights[0], weights[1]
 
 
 def _check(rows: Tensor, weight: Tensor, segment_start: Tensor, segment_num_rows: Tensor) -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from mok_modular.config import MoKConfig
+    from mok_modular.functional import MoKSchedule
+    from mok_modular.group import LocalGroup, LocalMember
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +43,8 @@ class ScheduleTables:
     route_row: Tensor
 
 
-def reference(top_experts: Sequence[Tensor], *, num_experts: int, rank: int, row_block: int = 128) -> ScheduleTables:
-    """Builds the tables of ``rank``.
+def reference(top_experts: Sequence[Tensor], *, num_experts: int, row_block: int = 128) -> list[ScheduleTables]:
+    """Builds every rank's tables: whose token each of its rows holds, and where each of its own routes goes.
 
     ``top_experts`` holds one int32 or int64 tensor [T_r, K] per rank; T_r may differ and may be 0. An id is
     -1 (no route) or an expert in 0..num_experts-1; a token may name an expert twice. Expert e lives on rank
@@ -49,10 +56,10 @@ def reference(top_experts: Sequence[Tensor], *, num_experts: int, rank: int, row
     blocks; an expert without rows gets an empty segment.
 
     Raises TypeError for ids of another dtype; ValueError for wrong shapes, for E not divisible by R, for a
-    rank or row_block out of range and for ids out of range (with their count).
+    row_block below 1 and for ids out of range (with their count).
     """
     num_ranks = len(top_experts)
-    _check(top_experts, num_experts, rank, row_block)
+    _check(top_experts, num_experts, row_block)
     num_local_experts = num_experts // num_ranks
     device = top_experts[0].device
 
@@ -81,18 +88,60 @@ def reference(top_experts: Sequence[Tensor], *, num_experts: int, rank: int, row
         filled[idx] = value.int()
         return filled
 
-    owned, sent = owner == rank, src_rank == rank
-    num_owned_rows, num_routes = int(segment_start[rank, -1]), top_experts[rank].numel()
     local_experts = torch.arange(num_local_experts, dtype=torch.int32, device=device)
-    return ScheduleTables(
-        peer_rank=table(num_owned_rows, row[owned], src_rank[owned]),
-        peer_token_idx=table(num_owned_rows, row[owned], route_idx[owned]),
-        segment_start=segment_start[rank].int(),
-        segment_num_rows=num_rows[rank].int(),
-        row_block_expert=local_experts.repeat_interleave(num_blocks[rank]),
-        route_rank=table(num_routes, route_idx[sent], owner[sent]),
-        route_row=table(num_routes, route_idx[sent], row[sent]),
-    )
+    tables = []
+    for rank in range(num_ranks):
+        owned, sent = owner == rank, src_rank == rank
+        num_owned_rows, num_routes = int(segment_start[rank, -1]), top_experts[rank].numel()
+        tables.append(
+            ScheduleTables(
+                peer_rank=table(num_owned_rows, row[owned], src_rank[owned]),
+                peer_token_idx=table(num_owned_rows, row[owned], route_idx[owned]),
+                segment_start=segment_start[rank].int(),
+                segment_num_rows=num_rows[rank].int(),
+                row_block_expert=local_experts.repeat_interleave(num_blocks[rank]),
+                route_rank=table(num_routes, route_idx[sent], owner[sent]),
+                route_row=table(num_routes, route_idx[sent], row[sent]),
+            )
+        )
+    return tables
+
+
+def launch(
+    top_experts: Sequence[Tensor],
+    *,
+    num_experts: int,
+    row_block: int = 128,
+    config: MoKConfig | None = None,
+    group: LocalGroup | None = None,
+) -> list[MoKSchedule]:
+    """``reference`` by the compiled stage: the whole exchange through the protocol, on the ranks of ``group`` (a
+    fresh LocalGroup if None). A MoKSchedule holds more than a ScheduleTables: rows of -1 up to the capacity, and
+    the windows of the work, by ``config`` (its row block is ``row_block``).
+
+    Raises what ``reference`` raises, and ValueError for a row block that is not 128 or 256, for more rows than
+    ``config`` leaves room for and for a group of another size.
+    """
+    from mok_modular import functional  # a layer uses the stages, and this stage a layer's exchange
+    from mok_modular.config import MoKConfig
+    from mok_modular.group import LocalGroup
+
+    _check(top_experts, num_experts, row_block)
+    num_ranks, topk = len(top_experts), top_experts[0].shape[1]
+    config = dataclasses.replace(config or MoKConfig(), row_block=row_block)
+    group = group or LocalGroup(num_ranks)
+    if group.size() != num_ranks:
+        raise ValueError(f"group has {group.size()} ranks, top_experts is for {num_ranks}")
+    num_local_tokens = max(len(ids) for ids in top_experts)
+
+    def build(member: LocalMember) -> MoKSchedule:
+        workspace = functional.create_workspace(
+            config, member, num_local_tokens=num_local_tokens, hidden_size=64, topk=topk
+        )
+        ids = top_experts[member.rank()].contiguous()
+        return functional.build_schedule(workspace, config, ids, num_local_experts=num_experts // num_ranks)
+
+    return group.run(build)
 
 
 def _position_in_group(group: Tensor, num_groups: int) -> Tensor:
@@ -105,14 +154,12 @@ def _position_in_group(group: Tensor, num_groups: int) -> Tensor:
     return position
 
 
-def _check(top_experts: Sequence[Tensor], num_experts: int, rank: int, row_block: int) -> None:
+def _check(top_experts: Sequence[Tensor], num_experts: int, row_block: int) -> None:
     num_ranks = len(top_experts)
     if num_ranks == 0:
         raise ValueError("top_experts is empty; it needs one tensor [T, K] per rank")
     if num_experts < 1 or num_experts % num_ranks:
         raise ValueError(f"num_experts={num_experts} must be a positive multiple of the number of ranks, {num_ranks}")
-    if not 0 <= rank < num_ranks:
-        raise ValueError(f"rank={rank} must be in 0..{num_ranks - 1}")
     if row_block < 1:
         raise ValueError(f"row_block={row_block} must be at least 1")
     for r, ids in enumerate(top_experts):

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from mok_modular.targets import host_stage
+
+if TYPE_CHECKING:
+    from mok_modular.group import LocalGroup
 
 
 def reference(gate: Tensor, up: Tensor, limit: float | None = None) -> Tensor:
@@ -22,15 +28,47 @@ def reference(gate: Tensor, up: Tensor, limit: float | None = None) -> Tensor:
     Raises TypeError when the dtypes differ, ValueError when the shapes differ or the limit is negative or
     NaN.
     """
-    if gate.dtype != up.dtype:
-        raise TypeError(f"up has dtype {up.dtype} but gate has {gate.dtype}; they must be the same")
-    if gate.shape != up.shape:
-        raise ValueError(f"gate and up must have the same shape, not {tuple(gate.shape)} and {tuple(up.shape)}")
-    if limit is not None and (math.isnan(limit) or limit < 0):
-        raise ValueError(f"limit={limit} must be None or at least 0")
+    _check(gate, up, limit)
     dtype = gate.dtype
     if dtype == torch.bfloat16:
         gate, up = gate.float(), up.float()
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (gate * gate.sigmoid() * up).to(dtype)
+
+
+def launch(gate: Tensor, up: Tensor, limit: float | None = None, *, group: LocalGroup | None = None) -> Tensor:
+    """``reference`` by the compiled stage, standing alone in its kernel, on the one rank of ``group`` (a fresh
+    LocalGroup if None). gate and up are bfloat16 [..., I] on the CPU with I a multiple of 64; no gradients.
+
+    Raises what ``reference`` raises, and TypeError for another dtype, ValueError for another device or I.
+    """
+    _check(gate, up, limit)
+    host_stage.check_bfloat16(gate=gate, up=up)
+    width = gate.shape[-1] if gate.dim() else 0
+    host_stage.check_width("gate's last dimension", width)
+    num_rows = gate.numel() // width
+    row_block = host_stage.ROW_BLOCKS[0]
+    segment_start = torch.tensor([0, -(-num_rows // row_block) * row_block])
+    run = host_stage.StageRun(
+        "swiglu",
+        [host_stage.segment_tables(segment_start, torch.tensor([num_rows]), row_block)],
+        row_block=row_block,
+        num_tokens=[0],
+        intermediate_size=width,
+        group=group,
+    )
+    for name, tensor in (("ring_gate", gate), ("ring_up", up)):
+        run.region(0, name, width).zero_()  # padding rows
+        run.fill(0, name, tensor.reshape(num_rows, width))
+    run.launch(swiglu_limit=limit)
+    return run.region(0, "ring_hidden", width)[:num_rows].clone().view(gate.shape)
+
+
+def _check(gate: Tensor, up: Tensor, limit: float | None) -> None:
+    if gate.dtype != up.dtype:
+        raise TypeError(f"up has dtype {up.dtype} but gate has {gate.dtype}; they must be the same")
+    if gate.shape != up.shape:
+        raise ValueError(f"gate and up must have the same shape, not {tuple(gate.shape)} and {tuple(up.shape)}")
+    if limit is not None and (math.isnan(limit) or limit < 0):
+        raise ValueError(f"limit={limit} must be None or at least 0")

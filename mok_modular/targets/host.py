@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +39,20 @@ WRITERS = {
     "published": ("publish",),
 }
 """Which stages publish an edge."""
+
+_TASK_ORDER = (
+    "publish",
+    "shared_gate_up",
+    "shared_down",
+    "dispatch",
+    "gate_up",
+    "swiglu",
+    "down",
+    "combine",
+    "reduce",
+)
+_SCHEDULE_ORDER = ("topk_ready", "ids_counted", "laid_out")
+_START_EDGES = ("entered", "topk_ready", "input_ready")  # what only a late rank can delay
 
 
 def extension() -> Any:
@@ -78,19 +94,22 @@ class SharedWorkspace:
     def __init__(
         self, group: LocalGroup, config: MoKConfig, num_local_tokens: int, hidden_size: int, topk: int
     ) -> None:
-        self.native = extension().Workspace(group.size())
         self.group = group
         self.config = config
         self.num_local_tokens = num_local_tokens
         self.hidden_size = hidden_size
         self.topk = topk
         self.num_ranks = group.size()
+        self.native = self._make_memory()
         self.stats: list[dict[tuple[str, str, str], dict[str, Any]]] = [{} for _ in range(group.size())]
         self.failure: Exception | None = None
         self.lost_signals: list[tuple[str, int, int, int]] = []  # edge, rank, destination rank or -1, index or -1
         self.num_switches = 0
-        group.on_interrupt(self.native.interrupt)
+        group.on_interrupt(self)
         self.native.reserve(self.shape(num_local_experts=1, capacity_rows=self.row_block, intermediate_size=64))
+
+    def _make_memory(self) -> Any:
+        return extension().Workspace(self.num_ranks)
 
     @property
     def row_block(self) -> int:
@@ -136,14 +155,24 @@ class SharedWorkspace:
 
     def grow(self, num_tokens: int) -> None:
         """Room for more tokens a rank; regions move, and none holds anything between calls."""
-        if num_tokens > self.num_local_tokens:
-            self.num_local_tokens = num_tokens
+        old = self.num_local_tokens
+        if num_tokens <= old:
+            return
+        self.num_local_tokens = num_tokens
+        try:
             self.native.reserve(self.shape(num_local_experts=1, capacity_rows=self.row_block, intermediate_size=64))
+        except MemoryError:
+            self.num_local_tokens = old
+            raise
+
+    def interrupt(self) -> None:
+        """Ends a running call (Ctrl-C)."""
+        self.native.interrupt()
 
     def check(self) -> None:
         """Raises the failure that no reset has followed."""
         if self.failure is not None:
-            raise self.failure
+            raise copy.copy(self.failure)  # every rank's own: notes and tracebacks do not mix
 
     def reset(self) -> list[None]:
         """New epochs for all ranks."""
@@ -162,22 +191,29 @@ class SharedWorkspace:
             self.shape(call.num_local_experts, call.capacity_rows, call.intermediate_size, call.shared_size)
             for call in calls
         ]
-        if all(call.agree == calls[0].agree for call in calls):
-            self.native.reserve(shapes[0])
+        if _is_mismatch_hidden(calls):
+            return [MoKPeerError(describe_mismatch(calls)) for _ in calls]
+        # Ranks whose calls differ run until they see it: each one's memory must hold what it works on until then.
+        for shape in shapes if any(call.agree != calls[0].agree for call in calls) else shapes[:1]:
+            self.native.reserve(shape)
         programs = [
             self._program(rank, call, shape) for rank, (call, shape) in enumerate(zip(calls, shapes, strict=True))
         ]
         config = calls[0].config
-        result = extension().run(
-            self.native,
-            programs,
-            self.group.order,
-            self.group.seed,
-            self.group.executor == "threads",
-            config.timeout_s,
-            config.start_timeout_s,
-            self.lost_signals,
-        )
+        try:
+            result = extension().run(
+                self.native,
+                programs,
+                self.group.order,
+                self.group.seed,
+                self.group.executor == "threads",
+                config.timeout_s,
+                config.start_timeout_s,
+                self.lost_signals,
+            )
+        except Exception as error:  # out of memory or threads: some ranks may be ahead of others
+            self.failure = RuntimeError(f"{calls[0].kind}: {type(error).__name__}: {error}")
+            raise
         self.num_switches += result["num_switches"]
         for rank, rows in enumerate(result["stats"]):
             self._add_stats(rank, rows)
@@ -185,9 +221,6 @@ class SharedWorkspace:
             return [None] * len(calls)
         errors = self._errors(result, calls)
         self.failure = errors[0]
-        for call in calls:
-            if "output" in call.tensors:
-                call.tensors["output"].fill_(float("nan"))
         return list(errors)
 
     def _program(self, rank: int, call: Call, shape: Any) -> Any:
@@ -202,12 +235,9 @@ class SharedWorkspace:
             {name: tensor.data_ptr() for name, tensor in call.tensors.items() if tensor.numel()},
             call.swiglu_limit,
         )
-        if call.kind == "schedule":
-            launches = [Launch("schedule", ("schedule",), None, "comm")]
-        else:
-            launches = call.plan.launches(shape.max_generations, call.shared_size > 0)
-        last_group = max((i for i, launch in enumerate(launches) if _group_mask(launch)), default=-1)
-        for i, launch in enumerate(launches):
+        in_order = launches(call, shape)
+        last_group = max((i for i, launch in enumerate(in_order) if _group_mask(launch)), default=-1)
+        for i, launch in enumerate(in_order):
             num_workers, num_comm_workers = self._num_workers(call, launch)
             program.add_launch(
                 launch.kernel,
@@ -248,36 +278,67 @@ class SharedWorkspace:
         if reason == "interrupted":
             return [MoKPeerError("interrupted") for _ in calls]
         if reason == "mismatch":
-            text = _describe_mismatch(calls)
+            text = describe_mismatch(calls)
             return [MoKPeerError(text) for _ in calls]
         waits = [dict(wait, task=f"{wait['block']}.{wait['part']}") for wait in result["waits"]]
         kind = MoKDeadlockError if reason == "deadlock" else MoKTimeoutError
-        what = (
-            "no worker of any rank can go on"
-            if reason == "deadlock"
-            else f"a wait lasted longer than timeout_s={calls[0].config.timeout_s:g} s"
-        )
-        return [kind(f"{call.kind}: {what}; {_culprit(waits)}", waits) for call in calls]
+        what = "no worker of any rank can go on"
+        if reason == "timeout":
+            is_start = bool(waits) and all(wait["edge"] in _START_EDGES for wait in waits if wait["peer"] >= 0)
+            name = "start_timeout_s" if is_start else "timeout_s"
+            what = f"a wait lasted longer than {name}={getattr(calls[0].config, name):g} s"
+        ring_blocks = max(1, min(self.config.macrobatch_size, calls[0].capacity_rows) // self.row_block)
+        return [kind(f"{call.kind}: {what}; {culprit(waits, ring_blocks)}", waits) for call in calls]
+
+
+def launches(call: Call, shape: Any) -> list[Launch]:
+    """The kernel launches of a call on every rank, in order."""
+    if call.kind == "schedule":
+        return [Launch("schedule", ("schedule",), None, "comm")]
+    return call.plan.launches(shape.max_generations, call.shared_size > 0)
+
+
+def _is_mismatch_hidden(calls: Sequence[Call]) -> bool:
+    """Two ranks make different calls, and their fingerprints are the same by chance: no wait would see it."""
+    first: dict[tuple[str, int], Call] = {}
+    return any(call.agree != first.setdefault((call.kind, call.fingerprint()), call).agree for call in calls)
 
 
 def _group_mask(launch: Launch) -> int:
     return sum(1 << STAGES.index(stage) for stage in launch.stages if stage in STAGES)
 
 
-def _culprit(waits: Sequence[Mapping[str, Any]]) -> str:
-    """The waits that nobody is on the way to end: no worker that could publish the edge waits itself."""
+def culprit(waits: Sequence[Mapping[str, Any]], ring_blocks: int = 1 << 30) -> str:
+    """Which wait nobody is on the way to end, in words; the others follow from it.
+
+    A task waits only for tasks before it in its rank's order (by generations of `ring_blocks` row blocks, then by
+    stages) or for other ranks. So the first wait of a rank in that order is the one to look at, unless it is for
+    a rank that itself waits before it could publish the edge.
+    """
+
+    def place(wait: Mapping[str, Any]) -> tuple[float, int]:
+        if wait["stage"] == "schedule":
+            return 0, _SCHEDULE_ORDER.index(wait["edge"])
+        generation: float = -(wait["block"] // ring_blocks)  # macrobatches descend
+        if wait["stage"] not in STAGES:
+            generation = math.inf if wait["stage"] == "reduce" else -math.inf
+        return generation, _TASK_ORDER.index(wait["stage"])
 
     def is_root(wait: Mapping[str, Any]) -> bool:
-        at = wait["peer"] if wait["peer"] >= 0 else wait["rank"]
+        if wait["peer"] < 0:
+            return not any(other["rank"] == wait["rank"] and place(other) < place(wait) for other in waits)
+        if wait["stage"] == "schedule":
+            return True
+        last_writer = {"done": "combine", "entered": "publish"}.get(wait["edge"], WRITERS[wait["edge"]][-1])
+        num_before = _TASK_ORDER.index(last_writer) + 1
         return not any(
-            other["rank"] == at and other["stage"] in WRITERS.get(wait["edge"], ()) and other is not wait
+            other["rank"] == wait["peer"] and other is not wait and other["stage"] in _TASK_ORDER[:num_before]
             for other in waits
         )
 
-    roots = [wait for wait in waits if is_root(wait)] or list(waits)
-    if not roots:
+    wait = next((wait for wait in waits if is_root(wait)), waits[0] if waits else None)
+    if wait is None:
         return "no wait is on record"
-    wait = roots[0]
     at = wait["peer"] if wait["peer"] >= 0 else wait["rank"]
     return (
         f"nobody will publish {wait['edge']}[{wait['index']}]: rank {wait['rank']}, {wait['stage']} task "
@@ -285,7 +346,7 @@ def _culprit(waits: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _describe_mismatch(calls: Sequence[Call]) -> str:
+def describe_mismatch(calls: Sequence[Call]) -> str:
     kinds = {rank: call.kind for rank, call in enumerate(calls)}
     if len(set(kinds.values())) > 1:
         names = {"schedule": "build_schedule"}
@@ -298,4 +359,6 @@ def _describe_mismatch(calls: Sequence[Call]) -> str:
         for name in calls[0].agree
         if any(call.agree.get(name) != calls[0].agree[name] for call in calls)
     ]
+    if not differing:
+        return f"{calls[0].kind}: ranks are not at the same call: an earlier one has not ended on every rank"
     return f"{calls[0].kind}: ranks differ in {'; '.join(differing)}; these must be the same on every rank"

@@ -1,6 +1,7 @@
 """What tests, benchmarks and the command line share: inputs, a run of them, and the check against float64."""
 
 from mok_modular.testing.workload import (
+    MAX_RATIO,
     ForwardResult,
     StageStats,
     TensorCheck,
@@ -11,6 +12,7 @@ from mok_modular.testing.workload import (
 )
 
 __all__ = [
+    "MAX_RATIO",
     "ForwardResult",
     "StageStats",
     "TensorCheck",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 import subprocess
 import sys
-from importlib.metadata import entry_points
+import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,14 @@ from mok_modular.build import BuildError
 from mok_modular.cli import main, parse_shape
 from mok_modular.config import PRESETS, MoEShape, MoKConfig
 from mok_modular.errors import MoKDeadlockError
+from mok_modular.plan import Plan
 from mok_modular.routing import Routing, load_routing, save_routing
 from mok_modular.testing import ForwardResult, TensorCheck, Workload, check_forward
 
+ROOT = Path(__file__).parents[2]
 SMALL = ["--shape", "64,128,8,2,64", "--tokens", "24"]
-STAGES = {"schedule", "dispatch", "gate_up", "swiglu", "down", "combine", "reduce"}
+ROUTED_STAGES = ("schedule", "publish", "dispatch", "gate_up", "swiglu", "down", "combine", "reduce")
+STAGES = {*ROUTED_STAGES, "shared_gate_up", "shared_down"}
 STAGE_KEYS = {"name", "pass", "kernel", "num_rows", "num_bytes", "flops", "busy_s", "wait_s"}
 
 
@@ -51,8 +56,8 @@ def run_json(capsys: pytest.CaptureFixture[str], argv: list[str], exit_code: int
     return value
 
 
-def run_process(cwd: Path, argv: list[str]) -> subprocess.CompletedProcess[str]:
-    """Runs `argv` in a process of its own, away from the sources and without input; it must exit with 0."""
+def run_process(cwd: Path, argv: list[str], exit_code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Runs `argv` in a process of its own, away from the sources and without input."""
     done = subprocess.run(
         [sys.executable, "-m", "mok_modular.cli", *argv],
         capture_output=True,
@@ -61,7 +66,7 @@ def run_process(cwd: Path, argv: list[str]) -> subprocess.CompletedProcess[str]:
         check=False,
         stdin=subprocess.DEVNULL,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == exit_code, done.stderr
     return done
 
 
@@ -136,8 +141,7 @@ def test_run_json(capsys: pytest.CaptureFixture[str], routing_file: str, mode: s
     assert report["config"]["mode"] == mode
     assert report["config"]["minibatch_size"] == MoKConfig().minibatch_size
     assert report["num_tokens"] == [24, 24]
-    names = {stage["name"] for stage in report["stages"]}
-    assert names.issuperset(STAGES)
+    assert sorted(stage["name"] for stage in report["stages"]) == sorted(STAGES)
     for stage in report["stages"]:
         assert set(stage) == STAGE_KEYS
         assert stage["pass"] == "forward"
@@ -149,21 +153,29 @@ def test_run_json(capsys: pytest.CaptureFixture[str], routing_file: str, mode: s
         assert by_name[name]["num_rows"] == num_routes
     assert by_name["gate_up"]["flops"] == num_routes * 2 * 2 * 64 * 128
     assert by_name["down"]["flops"] == num_routes * 2 * 64 * 128
+    assert by_name["shared_gate_up"]["flops"] == 48 * 2 * 2 * 64 * 64
+    kernels = {stage["name"]: stage["kernel"] for stage in report["stages"]}
+    for group in Plan.parse(mode).groups:
+        assert {kernels[name] for name in group} == {"fused" if mode == "fused" else "+".join(group)}
     assert set(report["check"]) == {"output"}
     check = report["check"]["output"]
     assert check["ratio"] == pytest.approx(check["error"] / check["torch_error"])
+    assert check["ratio"] <= 1.5
     assert 0 < check["error"] < 0.02
 
 
 def test_run_prints_progress_and_tables(capsys: pytest.CaptureFixture[str], routing_file: str) -> None:
     assert main(["run", "--routing", routing_file, "--ranks", "1", *SMALL]) == 0
     out, err = capsys.readouterr()
-    header, *rows = out.splitlines()
-    assert header.split()[:3] == ["stage", "pass", "kernel"]
-    assert STAGES.issubset(row.split()[0] for row in rows if row)
-    assert rows[-1].split()[0] == "output"
-    assert rows[-1].split()[-1] == "ok"
-    assert "1 ranks x 24 tokens" in err
+    stages, checks = (part.splitlines() for part in out.split("\n\n"))
+    assert stages[0].split()[:3] == ["stage", "pass", "kernel"]
+    assert {row.split()[0] for row in stages[1:-1]} == STAGES
+    assert {len(row) for row in stages[:-1]} == {len(stages[0])}  # numbers end in one column
+    assert stages[-1].startswith("rows, MB, GFLOP")
+    assert checks[1].split()[0] == "output"
+    assert checks[1].split()[-1] == "ok"
+    assert "1.5" in checks[2]
+    assert "1 rank x 24 tokens" in err
     assert "checked" in err
 
 
@@ -196,6 +208,8 @@ def test_run_by_default_replays_the_shipped_capture(tmp_path: Path) -> None:
     assert report["shape"]["topk"] == routing.expert_ids.shape[3] >= 4
     assert min(report["num_tokens"]) >= 256
     assert report["routing"] == routing.source
+    assert {stage["name"] for stage in report["stages"]} == STAGES
+    assert report["check"]["output"]["ratio"] <= 1.5
     assert done.stderr
 
 
@@ -214,7 +228,8 @@ def test_run_exits_1_when_the_output_is_wrong(
     assert report["ok"] is False
     assert report["check"]["output"]["ratio"] > 1.5
     assert main(["run", "--routing", routing_file, *SMALL]) == 1
-    assert capsys.readouterr().out.splitlines()[-1].endswith("FAILED")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("output")]
+    assert line.endswith("FAILED")
 
 
 def test_run_exits_1_on_nan_and_json_stays_strict(
@@ -290,9 +305,23 @@ def test_stages(capsys: pytest.CaptureFixture[str]) -> None:
     assert names[:6] == ["schedule", "dispatch", "grouped_gemm", "swiglu", "combine", "reduce"]
     for row in report["stages"]:
         assert len(row["contract"].split()) >= 4
-        assert row["implementation"].startswith("host, ")
+        assert row["implementation"] == "host, compiled"
+        assert (ROOT / row["code"]).exists()
+        assert (ROOT / "csrc" / "split" / f"{row['name']}.cu").exists()
     assert main(["stages"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["stage", *names]
+    table, sources = capsys.readouterr().out.split("\n\n")
+    header, *lines = table.splitlines()
+    assert header.split() == ["stage", "implementation", "code"]
+    assert [line.split()[0] for line in lines[::2]] == names
+    assert [line.strip() for line in lines[1::2]] == [row["contract"] for row in report["stages"]]
+    assert (Path(sources.split()[1]) / "stages" / "dispatch.h").exists()
+
+
+def test_stages_without_the_extension(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mok_modular._host", None)
+    assert {row["implementation"] for row in run_json(capsys, ["stages"])["stages"]} == {"none"}
+    assert main(["stages"]) == 0
+    assert "no implementation: the host extension does not load" in capsys.readouterr().out
 
 
 def test_build(capsys: pytest.CaptureFixture[str]) -> None:
@@ -346,6 +375,16 @@ def test_doctor_of_a_broken_installation(capsys: pytest.CaptureFixture[str], mon
     }
 
 
+def test_doctor_runs_where_the_extension_is_missing(tmp_path: Path) -> None:
+    package = Path(mok_modular.doctor.__file__).parent
+    shutil.copytree(package, tmp_path / "mok_modular", ignore=shutil.ignore_patterns("*.so", "__pycache__", "csrc"))
+    done = run_process(tmp_path, ["doctor"], exit_code=1)
+    assert str(tmp_path / "mok_modular") in done.stdout
+    assert "BROKEN: the host extension does not load" in done.stdout
+    assert "mend: install the package again with a C++20 compiler" in done.stdout
+    assert done.stdout.splitlines()[-1] == "something is broken"
+
+
 def test_doctor_judges_the_forward() -> None:
     def broken() -> bool:
         raise RuntimeError("illegal instruction")
@@ -364,8 +403,10 @@ def test_versions() -> None:
 
 
 def test_the_script_is_this_main() -> None:
-    (script,) = entry_points(group="console_scripts", name="mok-modular")
-    assert script.load() is main
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        scripts = tomllib.load(file)["project"]["scripts"]
+    assert list(scripts) == ["mok-modular"]
+    assert EntryPoint("mok-modular", scripts["mok-modular"], "console_scripts").load() is main
 
 
 # ---- the workload ----------------------------------------------------------------------------------------

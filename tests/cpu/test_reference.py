@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,8 +89,7 @@ def naive_schedule(
 def check_schedule(top_experts: Sequence[Tensor], num_experts: int, row_block: int) -> None:
     flat = [ids.flatten().tolist() for ids in top_experts]
     rows, starts, counts = naive_schedule(flat, num_experts, row_block)
-    for rank in range(len(top_experts)):
-        tables = schedule.reference(top_experts, num_experts=num_experts, rank=rank, row_block=row_block)
+    for rank, tables in enumerate(schedule.reference(top_experts, num_experts=num_experts, row_block=row_block)):
         assert all(table.dtype == torch.int32 for table in vars(tables).values())
         assert list(zip(tables.peer_rank.tolist(), tables.peer_token_idx.tolist(), strict=True)) == rows[rank]
         assert tables.segment_start.tolist() == starts[rank]
@@ -149,19 +149,17 @@ def test_schedule_of_extremes(ids: list[list[list[int]]]) -> None:
 def test_schedule_names_what_is_wrong() -> None:
     ids = random_ids(4, 0)
     with pytest.raises(ValueError, match=r"num_experts=8 .* 3"):
-        schedule.reference([ids] * 3, num_experts=8, rank=0)
+        schedule.reference([ids] * 3, num_experts=8)
     with pytest.raises(ValueError, match="2 ids out of range"):
-        schedule.reference([torch.tensor([[0, 8], [-2, -1]])], num_experts=8, rank=0)
+        schedule.reference([torch.tensor([[0, 8], [-2, -1]])], num_experts=8)
     with pytest.raises(TypeError, match="int16"):
-        schedule.reference([ids.to(torch.int16)], num_experts=8, rank=0)
-    with pytest.raises(ValueError, match="rank=2"):
-        schedule.reference([ids, ids], num_experts=8, rank=2)
+        schedule.reference([ids.to(torch.int16)], num_experts=8)
     with pytest.raises(ValueError, match="row_block=0"):
-        schedule.reference([ids], num_experts=8, rank=0, row_block=0)
+        schedule.reference([ids], num_experts=8, row_block=0)
     with pytest.raises(ValueError, match="one K"):
-        schedule.reference([ids, ids[:, :2]], num_experts=8, rank=0)
+        schedule.reference([ids, ids[:, :2]], num_experts=8)
     with pytest.raises(ValueError, match="empty"):
-        schedule.reference([], num_experts=8, rank=0)
+        schedule.reference([], num_experts=8)
 
 
 # --- dispatch and combine
@@ -176,11 +174,11 @@ def identity_tokens(rank: int, num_tokens: int) -> Tensor:
 def test_dispatch_and_combine_bring_every_token_back(num_tokens: list[int]) -> None:
     xs = [identity_tokens(rank, n).requires_grad_() for rank, n in enumerate(num_tokens)]
     ids = [random_ids(n, seed=7 + rank) for rank, n in enumerate(num_tokens)]
-    tables = [schedule.reference(ids, num_experts=NUM_EXPERTS, rank=rank, row_block=4) for rank in range(len(xs))]
-    ys = [dispatch.reference(xs, t.peer_rank, t.peer_token_idx, topk=TOPK) for t in tables]
+    tables = schedule.reference(ids, num_experts=NUM_EXPERTS, row_block=4)
+    ys = dispatch.reference(xs, tables, topk=TOPK)
     for table, y in zip(tables, ys, strict=True):
         assert not y[table.peer_rank < 0].any()
-    combined = [combine.reference(ys, t.route_rank, t.route_row) for t in tables]
+    combined = combine.reference(ys, tables)
     for x, rank_ids, cells in zip(xs, ids, combined, strict=True):
         expected = x.repeat_interleave(TOPK, 0) * (rank_ids.flatten() >= 0)[:, None]
         assert torch.equal(cells, expected)
@@ -193,19 +191,48 @@ def test_dispatch_and_combine_bring_every_token_back(num_tokens: list[int]) -> N
 
 def test_dispatch_and_combine_name_what_is_wrong() -> None:
     xs = [torch.zeros(2, HIDDEN), torch.zeros(3, HIDDEN)]
-    idx = torch.tensor([0, 6], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"\[2, 3\]"):
-        dispatch.reference(xs, torch.zeros(2, dtype=torch.int32), idx, topk=TOPK)
+    tables = schedule.reference([random_ids(len(x), 0) for x in xs], num_experts=NUM_EXPERTS, row_block=4)
+    ys = dispatch.reference(xs, tables, topk=TOPK)
     with pytest.raises(ValueError, match="one H"):
-        dispatch.reference([xs[0], torch.zeros(3, 4)], idx, idx, topk=TOPK)
+        dispatch.reference([xs[0], torch.zeros(3, 4)], tables, topk=TOPK)
     with pytest.raises(ValueError, match="topk=0"):
-        dispatch.reference(xs, idx, idx, topk=0)
-    with pytest.raises(ValueError, match=r"\[2, 3\]"):
-        combine.reference(xs, torch.tensor([0, 2], dtype=torch.int32), torch.zeros(2, dtype=torch.int32))
+        dispatch.reference(xs, tables, topk=0)
+    with pytest.raises(ValueError, match="direction must be 'pull' or 'push', got 'up'"):
+        dispatch.reference(xs, tables, topk=TOPK, direction="up")
     with pytest.raises(ValueError, match="one H"):
-        combine.reference([xs[0], torch.zeros(3, 4)], idx, idx)
-    with pytest.raises(ValueError, match=r"\(2,\) and \(1,\)"):
-        combine.reference(xs, idx, idx[:1])
+        combine.reference([ys[0], ys[1][:, :4]], tables)
+    with pytest.raises(ValueError, match="direction must be 'push' or 'pull', got 'up'"):
+        combine.reference(ys, tables, direction="up")
+    with pytest.raises(ValueError, match=rf"ys\[1\] has {len(ys[1]) - 1} rows, its schedule has {len(ys[1])}"):
+        combine.reference([ys[0], ys[1][:-1]], tables)
+
+
+@pytest.mark.parametrize(
+    ("field", "change", "message"),
+    [
+        pytest.param(
+            "peer_token_idx", lambda t: t.clamp(min=9), "name routes beyond those of the ranks, .6, 9.", id="idx"
+        ),
+        pytest.param("peer_rank", lambda t: t * 2, "name routes beyond", id="rank"),
+        pytest.param("peer_rank", lambda t: t.clamp(min=0), "peer_rank must be -1 in padding", id="padding"),
+        pytest.param("peer_rank", lambda t: t[:-1], "peer_rank and peer_token_idx must both have at least", id="short"),
+        pytest.param("route_rank", lambda t: t[1:], "route_rank and route_row must be", id="routes"),
+        pytest.param("route_row", lambda t: t + 1000, "name rows beyond those of the ranks", id="row"),
+        pytest.param("route_row", lambda t: -2 - t, "name rows beyond those of the ranks", id="negative-row"),
+    ],
+)
+def test_dispatch_and_combine_refuse_tables_that_do_not_fit(field: str, change: Any, message: str) -> None:
+    ids = [torch.tensor([[0, 5, -1], [6, 2, 2]]), torch.tensor([[1, 7, 3], [4, -1, 4], [5, 5, 5]])]
+    good = schedule.reference(ids, num_experts=NUM_EXPERTS, row_block=4)
+    xs = [torch.zeros(2, HIDDEN), torch.zeros(3, HIDDEN)]
+    ys = dispatch.reference(xs, good, topk=TOPK)
+    bad = [good[0], dataclasses.replace(good[1], **{field: change(getattr(good[1], field))})]
+    with pytest.raises(ValueError, match=rf"schedules\[1\].*{message}"):
+        dispatch.reference(xs, bad, topk=TOPK)
+    with pytest.raises(ValueError, match=rf"schedules\[1\].*{message}"):
+        combine.reference(ys, bad)
+    with pytest.raises(ValueError, match="one entry per rank, 2, got 1"):
+        dispatch.reference(xs, good[:1], topk=TOPK)
 
 
 # --- grouped GEMM
@@ -244,9 +271,19 @@ def test_grouped_gemm_accumulates_bfloat16_in_float32() -> None:
     assert grouped_gemm.reference(rows, torch.ones(1, 1, 9).bfloat16(), starts, num_rows).item() == 264.0
 
 
+def test_grouped_gemm_takes_a_pair_of_weights() -> None:
+    rows, gate, up = torch.randn(8, HIDDEN), torch.randn(2, WIDTH, HIDDEN), torch.randn(2, WIDTH, HIDDEN)
+    segments = torch.tensor([0, 4, 8]), torch.tensor([3, 4])
+    pair = grouped_gemm.reference(rows, (gate, up), *segments)
+    assert torch.equal(pair[0], grouped_gemm.reference(rows, gate, *segments))
+    assert torch.equal(pair[1], grouped_gemm.reference(rows, up, *segments))
+
+
 def test_grouped_gemm_names_what_is_wrong() -> None:
     rows, weight = torch.zeros(8, HIDDEN), torch.zeros(2, WIDTH, HIDDEN)
     starts, num_rows = torch.tensor([0, 4, 8]), torch.tensor([4, 4])
+    with pytest.raises(ValueError, match="pair"):
+        grouped_gemm.reference(rows, (weight, weight[:1]), starts, num_rows)
     with pytest.raises(TypeError, match="float64"):
         grouped_gemm.reference(rows, weight.double(), starts, num_rows)
     with pytest.raises(ValueError, match="same Kdim"):

@@ -92,3 +92,12 @@ void run_single(const Args& args, const Launch& launch, Worker& worker) {
 }
 
 }  // namespace mok
+
+// kGroup 0: the stage is not cut into windows.
+#define MOK_GEMM_KERNEL(name, S, kGroup)   \
+  MOK_KERNEL(name) {                       \
+    if constexpr ((kGroup) != 0)           \
+      run_tasks<(kGroup)>(args, launch, worker); \
+    else                                   \
+      run_single<S, true>(args, launch, worker); \
+  }

@@ -44,9 +44,9 @@ void gemm_tile(const Call& call, Worker& worker, const Task& task) {
   const long long mainloop_end = now_ns();
   worker.stats(S::kStage).busy_ns += mainloop_end - begin;
   long long last = mainloop_end;
-  Plane planes[kMaxPlanes];
-  const int32 num_planes = S::planes(call, task, planes);
-  for (int32 p = 0; p < num_planes; ++p) {
+  PlaneList planes = S::planes(call, task);
+  while (!planes.is_empty()) {
+    const Plane plane = planes.pop();
     for (int32 row = 0; row < tile.num_rows; ++row) {
       for (int32 col = 0; col < tile.num_cols; col += OneLane::kNum) {
         float acc0[OneLane::kNum], acc1[OneLane::kNum] = {};
@@ -54,15 +54,16 @@ void gemm_tile(const Call& call, Worker& worker, const Task& task) {
         const float* from = acc + int64{row} * kAccCols + col;
         std::memcpy(acc0, from, sizeof(acc0));
         if constexpr (S::kNumAccumulators == 2) std::memcpy(acc1, from + S::kTileCols, sizeof(acc1));
-        S::element(call, planes[p], acc0, acc1, OneLane{}, out);
+        S::element(call, plane, acc0, acc1, OneLane{}, out);
         std::memcpy(static_cast<void*>(scratch.tile.data() + row * S::kTileCols + col), out, sizeof(out));
       }
     }
     const long long element_end = now_ns();
-    S::store(call, worker, task, tile, planes[p], scratch.tile.data(), S::kTileCols);
+    const TilePart part{0, call.shape.row_block, 0, tile.num_cols, scratch.tile.data(), S::kTileCols};
+    S::store(call, worker, task, tile, plane, part);
     const long long store_end = now_ns();
     // A stage that lives in this epilogue gets its share of the time, so that tables show it in every plan.
-    const bool is_swiglu = S::kStage == Stage::gate_up && planes[p] == Plane::hidden;
+    const bool is_swiglu = S::kStage == Stage::gate_up && plane == Plane::hidden;
     const bool is_combine = S::kStage == Stage::down && is_combine_in_down(call);
     worker.stats(is_swiglu ? Stage::swiglu : S::kStage).busy_ns += element_end - last;
     worker.stats(is_combine ? Stage::combine : S::kStage).busy_ns += store_end - element_end;

@@ -13,7 +13,7 @@ inline Word load_relaxed(const Word* word) {
   return std::atomic_ref<Word>(*const_cast<Word*>(word)).load(std::memory_order_relaxed);
 }
 // Acquire for every relaxed load that this worker made before.
-inline void fence_acquire(const Word* word) {
+inline void fence_acquire(const Word* word, bool /*is_cross_rank*/) {
   // A second, acquiring load of the same word instead of a fence: ThreadSanitizer understands it.
   (void)std::atomic_ref<Word>(*const_cast<Word*>(word)).load(std::memory_order_acquire);
 }
@@ -22,9 +22,8 @@ inline void fence_acquire(const Word* word) {
 [[gnu::noinline]] inline Word add_release(Word* word, Word value) {
   return std::atomic_ref<Word>(*word).fetch_add(value, std::memory_order_acq_rel);
 }
-// Visible to every rank; everything this worker wrote or acquired before is visible with it.
-inline void store_release_system(Word* word, Word value) {
-  std::atomic_ref<Word>(*word).store(value, std::memory_order_release);
-}
+// Visible to every rank; what this worker wrote or acquired before the fence is visible with it.
+inline void fence_system() {}  // the store below releases
+inline void store_system(Word* word, Word value) { std::atomic_ref<Word>(*word).store(value, std::memory_order_release); }
 
 }  // namespace mok

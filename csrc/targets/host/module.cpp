@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <map>
 
 #include "targets/host/gemm.h"
@@ -14,6 +15,10 @@
 
 namespace nb = nanobind;
 using namespace nb::literals;
+
+namespace mok::host {
+void bind_cuda(nb::module_& m);
+}
 
 namespace mok::kernels {
 void ring_block(const Call& call, int32 block, int32* table);
@@ -136,6 +141,7 @@ nb::dict run(Workspace& workspace, std::vector<RankProgram*> programs, const std
   for (std::size_t rank = 0; rank < programs.size(); ++rank) {
     ranks.push_back(*programs[rank]);
     ranks.back().call.regions = workspace.table(static_cast<int>(rank));
+    std::copy_n(ranks.back().call.regions + rank * kNumRegions, kNumRegions, ranks.back().call.own);
   }
   Result result;
   {
@@ -255,17 +261,17 @@ void gemm(std::uintptr_t a, std::uintptr_t b, std::uintptr_t out, int num_rows, 
   }
 }
 
-std::vector<std::tuple<int, int, int, int>> ring_table(const Shape& shape, int num_rows) {
-  std::vector<int32> counts(kNumCounts, 0), table(static_cast<std::size_t>(num_rows / shape.row_block) * 4);
+std::vector<std::tuple<int, int, int, int, int>> ring_table(const Shape& shape, int num_rows) {
+  std::vector<int32> counts(kNumCounts, 0), table(static_cast<std::size_t>(num_rows / shape.row_block) * 5);
   counts[kCountRows] = num_rows;
   Call call;
   call.shape = shape;
   call.schedule.counts = counts.data();
-  std::vector<std::tuple<int, int, int, int>> out;
+  std::vector<std::tuple<int, int, int, int, int>> out;
   for (int32 block = 0; block < num_rows / shape.row_block; ++block) {
     kernels::ring_block(call, block, table.data());
-    const int32* row = table.data() + 4 * block;
-    out.emplace_back(row[0], row[1], row[2], row[3]);
+    const int32* row = table.data() + 5 * block;
+    out.emplace_back(row[0], row[1], row[2], row[3], row[4]);
   }
   return out;
 }
@@ -279,6 +285,7 @@ NB_MODULE(_host, m) {
       .def(nb::init<int>(), "num_ranks"_a)
       .def("reserve", &Workspace::reserve, "shape"_a)
       .def("reset", &Workspace::reset)
+      .def("satisfy", &Workspace::satisfy, "fingerprint"_a)
       .def("interrupt", &Workspace::interrupt)
       .def("num_bytes", &Workspace::num_bytes)
       .def("epochs", &Workspace::epochs, "rank"_a)
@@ -288,19 +295,24 @@ NB_MODULE(_host, m) {
           "rank"_a, "name"_a)
       .def(
           "region",
-          [](nb::object self, int rank, const std::string& name) {
-            auto [data, bytes] = nb::cast<Workspace&>(self).region(rank, name);
+          [](const Workspace& self, int rank, const std::string& name) {
+            auto [data, bytes] = self.region(rank, name);
             const std::size_t shape[] = {bytes};
-            return nb::ndarray<nb::device::cpu, std::uint8_t>(data, 1, shape, self);
+            using Holder = std::shared_ptr<char[]>;
+            const nb::capsule owner(new Holder(self.hold(rank, name)),
+                                    [](void* holder) noexcept { delete static_cast<Holder*>(holder); });
+            return nb::ndarray<nb::device::cpu, std::uint8_t>(data, 1, shape, owner);
           },
           "rank"_a, "name"_a);
   bind_program(m);
+  bind_cuda(m);
   m.def("run", &run, "workspace"_a, "programs"_a, "order"_a, "seed"_a, "use_threads"_a, "timeout_s"_a,
         "start_timeout_s"_a, "lost_signals"_a = std::vector<std::tuple<std::string, int, int, long long>>{});
   m.def("gemm", &gemm, "a"_a, "b"_a, "out"_a, "num_rows"_a, "num_cols"_a, "k"_a,
         nb::call_guard<nb::gil_scoped_release>());
   m.def("ring_table", &ring_table, "shape"_a, "num_rows"_a,
-        "One row a block: (macrobatch, first ring row, slot, macrobatch that must have freed the slot or -1).");
+        "One row a block: (macrobatch, first ring row, slot, macrobatch that must have freed the slot or -1, row "
+        "blocks that the macrobatch has in the slot).");
   m.def("worst_case_rows", &worst_case_rows, "num_routes"_a, "num_local_experts"_a, "row_block"_a);
   m.def("num_counts", [] { return static_cast<int>(kNumCounts); });
   m.def("edge_names", [] {

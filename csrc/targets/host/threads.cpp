@@ -1,5 +1,7 @@
 // The concurrent executor: every worker is an OS thread. It finds races that a fiber cannot have, and
-// uses all cores; its waits end by a timeout.
+// uses all cores. A wait ends by a timeout: when it has lasted for its limit and no worker of any rank has begun
+// a task for as long, so that a long call is not taken for a stuck one.
+#include <algorithm>
 #include <condition_variable>
 #include <exception>
 #include <thread>
@@ -18,15 +20,19 @@ class ThreadRuntime final : public Runtime {
   void run() override {
     num_finished_.assign(programs_.size(), 0);
     std::vector<std::thread> streams;
-    for (std::size_t rank = 0; rank < programs_.size(); ++rank)
-      for (int stream = 0; stream < 2; ++stream)
-        streams.emplace_back([this, rank, stream] { run_stream(rank, stream); });
+    try {
+      for (std::size_t rank = 0; rank < programs_.size(); ++rank)
+        for (int stream = 0; stream < 2; ++stream)
+          streams.emplace_back([this, rank, stream] { run_stream(rank, stream); });
+    } catch (...) {  // no more threads
+      give_up();
+    }
     for (std::thread& stream : streams) stream.join();
     if (error_) std::rethrow_exception(error_);
   }
 
-  void yield(Worker&) override {}
-  void park(Worker& worker, const Wait&) override { deadline_of(worker) = 0; }
+  void yield(Worker&) override { last_progress_ns_.store(now_ns(), std::memory_order_relaxed); }
+  void park(Worker& worker, const Wait&) override { wait_clock(worker) = 0; }
 
   bool pause(Worker& worker, const Args& args, const Wait& wait) override {
     if (is_aborting_.load()) return false;
@@ -34,15 +40,15 @@ class ThreadRuntime final : public Runtime {
       abort(Reason::interrupted, args);
       return false;
     }
-    // The first polls spin; then a deadline is set.
-    long long& deadline = deadline_of(worker);
-    if (deadline > -kSpins && deadline <= 0) {
-      --deadline;
+    // The first polls spin; then the clock starts.
+    long long& clock = wait_clock(worker);
+    if (clock > -kSpins && clock <= 0) {
+      --clock;
       std::this_thread::yield();
       return true;
     }
-    if (deadline <= 0) deadline = now_ns() + limit_ns(wait);
-    if (now_ns() > deadline) {
+    if (clock <= 0) clock = now_ns();
+    if (now_ns() - std::max(clock, last_progress_ns_.load(std::memory_order_relaxed)) > limit_ns(wait)) {
       abort(Reason::timeout, args);
       return false;
     }
@@ -51,15 +57,24 @@ class ThreadRuntime final : public Runtime {
   }
 
  private:
-  static long long& deadline_of(Worker&) {
-    thread_local long long deadline = 0;  // a worker is a thread
-    return deadline;
+  // Of the current wait: minus its polls so far, then when it began to count.
+  static long long& wait_clock(Worker&) {
+    thread_local long long clock = 0;  // a worker is a thread
+    return clock;
   }
   // What only a late rank can delay may take start_timeout_s; the rest is this call's own progress.
   long long limit_ns(const Wait& wait) const {
     const bool is_start = wait.edge == Edge::input_ready || wait.edge == Edge::topk_ready || wait.edge == Edge::entered;
     const double limit_s = is_start ? options_.start_timeout_s : options_.timeout_s;
     return limit_s > 0 ? static_cast<long long>(limit_s * 1e9) : (1ll << 62);
+  }
+
+  // For exceptions: ends all waits and starts no further kernel.
+  void give_up() {
+    const std::lock_guard lock(join_mutex_);
+    error_ = std::current_exception();
+    is_aborting_.store(true);
+    joined_.notify_all();
   }
 
   void run_stream(std::size_t rank, int stream) {
@@ -69,20 +84,23 @@ class ThreadRuntime final : public Runtime {
       if (spec.stream != stream) continue;
       if (spec.is_join) {
         std::unique_lock lock(join_mutex_);
-        joined_.wait(lock, [&] { return num_finished_[rank] >= i; });
+        joined_.wait(lock, [&] { return num_finished_[rank] >= i || error_; });
+        if (error_) return;
       }
       std::vector<std::thread> workers;
-      for (int index = 0; index < total_workers(spec); ++index) {
-        workers.emplace_back([this, &spec, rank, index] {
-          Worker worker = make_worker(spec, static_cast<int>(rank), index);
-          try {
-            run_worker(spec, worker);
-          } catch (...) {
-            const std::lock_guard lock(join_mutex_);
-            error_ = std::current_exception();
-            is_aborting_.store(true);
-          }
-        });
+      try {
+        for (int index = 0; index < total_workers(spec); ++index) {
+          workers.emplace_back([this, &spec, rank, index] {
+            try {
+              Worker worker = make_worker(spec, static_cast<int>(rank), index);
+              run_worker(spec, worker);
+            } catch (...) {
+              give_up();
+            }
+          });
+        }
+      } catch (...) {
+        give_up();
       }
       for (std::thread& worker : workers) worker.join();
       const std::lock_guard lock(join_mutex_);
@@ -95,6 +113,7 @@ class ThreadRuntime final : public Runtime {
   std::condition_variable joined_;
   std::vector<std::size_t> num_finished_;  // launches, by rank
   std::exception_ptr error_;
+  std::atomic<long long> last_progress_ns_{0};
 };
 
 }  // namespace

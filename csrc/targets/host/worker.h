@@ -41,9 +41,9 @@ class Worker {
   Role role() const { return role_; }
 
   // ---- work ----
-  template <class F>
-  void for_each(int64 count, F&& f) {
-    for (int64 i = 0; i < count; ++i) f(i);
+  template <class Index, class F>
+  void for_each(Index count, F&& f) {
+    for (Index i = 0; i < count; ++i) f(i);
   }
   template <class F>
   void once(F&& f) {
@@ -67,11 +67,18 @@ class Worker {
 
   // ---- protocol ----
   Word draw(Word* counter);
+  // negative: the call was aborted
+  int64 next_ticket(const Args& args, Word* counter) {
+    return is_aborted(args) ? -1 : static_cast<int64>(draw(counter));
+  }
   void begin_wait(const Wait& wait);
   bool pause(const Args& args, const Wait& wait);  // false: give up
   void end_wait(const Wait& wait);
   void fail(const Args& args, const Wait& wait);  // the peer makes another call
   bool may_publish(Edge edge, int64 index, int32 dst_rank);
+  // Python checks both here: ids before the call, counts after it.
+  void report_invalid_id(const Args&) {}
+  void report_overflow(const Args&, int64 /*want*/) {}
 
   // ---- trace ----
   void begin_task(const Task& task) { task_ = task; }

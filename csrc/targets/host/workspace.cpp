@@ -10,6 +10,7 @@ namespace mok::host {
 namespace {
 
 constexpr std::size_t kAlignment = 64;
+constexpr std::size_t kMaxPoisonBytes = std::size_t{1} << 28;
 
 bool holds_words(Region region) {
   return region == Region::words || region == Region::arrivals || region == Region::counters ||
@@ -38,7 +39,8 @@ void Workspace::reserve(const Shape& shape) {
       if (bytes > m.num_bytes) {
         m.data.reset(new char[bytes + kAlignment]);
         m.num_bytes = bytes;
-        std::memset(m.data.get(), holds_words(region) ? 0 : 0xff, bytes + kAlignment);
+        if (holds_words(region) || bytes < kMaxPoisonBytes)
+          std::memset(m.data.get(), holds_words(region) ? 0 : 0xff, bytes + kAlignment);
       }
     }
     if (is_moved && memory(rank, Region::counters).data)
@@ -68,6 +70,12 @@ std::pair<char*, std::size_t> Workspace::region(int rank, const std::string& nam
   throw std::invalid_argument("no region has the name '" + name + "'");
 }
 
+std::shared_ptr<char[]> Workspace::hold(int rank, const std::string& name) const {
+  for (int i = 0; i < kNumRegions; ++i)
+    if (name == region_name(static_cast<Region>(i))) return memory(rank, static_cast<Region>(i)).data;
+  return nullptr;
+}
+
 std::vector<Word> Workspace::epochs(int rank) const {
   const auto* e = reinterpret_cast<const Epochs*>(region(rank, "epochs").first);
   return {e->call, e->schedule, e->order, e->generation};
@@ -95,14 +103,45 @@ void Workspace::reset() {
   }
 }
 
+void Workspace::satisfy(uint32 fingerprint) {
+  constexpr Word kPlenty = Word{1} << 40;  // above every count of arrivals
+  constexpr Edge kCounters[] = {Edge::x_ready,   Edge::gate_up_ready,       Edge::hidden_ready, Edge::y_ready,
+                                Edge::slot_free, Edge::shared_hidden_ready, Edge::shared_ready, Edge::published};
+  for (int rank = 0; rank < num_ranks_; ++rank) {
+    Call call;
+    call.shape = shape_;
+    call.kind = CallKind::forward;
+    call.fingerprint = fingerprint;
+    call.rank = rank;
+    call.regions = table(rank);
+    std::copy_n(call.regions + rank * kNumRegions, kNumRegions, call.own);
+    const Args args(call);
+    for (const Edge edge : kCounters) std::fill_n(args.counter(edge, 0), num_counters(edge, shape_), kPlenty);
+    for (int src = 0; src < num_ranks_; ++src) {
+      *args.word(Edge::entered, args.order, src, rank) = entered_word(args);
+      *args.word(Edge::input_ready, args.call_epoch, src, rank) = args.call_epoch;
+      *args.word(Edge::done, args.call_epoch, src, rank) = args.call_epoch;
+      *args.word(Edge::done, args.call_epoch - 1, src, rank) = args.call_epoch - 1;  // publish waits for it
+    }
+    const auto [arrivals, num_bytes] = region(rank, region_name(Region::arrivals));
+    std::fill_n(reinterpret_cast<Word*>(arrivals), num_bytes / sizeof(Word), args.call_epoch);
+  }
+}
+
 std::size_t Workspace::num_bytes() const {
   std::size_t total = 0;
   for (const Memory& m : memory_) total += m.num_bytes;
   return total;
 }
 
+void Workspace::set_runtime(Runtime* runtime) {
+  const std::lock_guard lock(runtime_mutex_);
+  runtime_ = runtime;
+}
+
 void Workspace::interrupt() {
-  if (Runtime* runtime = runtime_.load()) runtime->interrupt();
+  const std::lock_guard lock(runtime_mutex_);
+  if (runtime_) runtime_->interrupt();
 }
 
 }  // namespace mok::host

@@ -1,8 +1,8 @@
 // The memory of a group of host ranks: every region of layout.h, once a rank.
 #pragma once
 
-#include <atomic>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,7 +17,8 @@ class Workspace {
  public:
   explicit Workspace(int num_ranks);
 
-  // Makes every region large enough. Fresh data regions are full of NaN; words and counters are zero.
+  // Makes every region large enough. Fresh data regions are full of NaN, those of 256 MiB and more are left to the
+  // system, which gives them pages where they are touched; words and counters are zero.
   // Counters stand at offsets that depend on the shape: when that changes they start from zero.
   void reserve(const Shape& shape);
 
@@ -26,20 +27,27 @@ class Workspace {
   char* const* table(int rank) const { return tables_[static_cast<std::size_t>(rank)].data(); }
 
   std::pair<char*, std::size_t> region(int rank, const std::string& name) const;
+  // The memory behind a region: who holds it may use the address even when the workspace has grown meanwhile.
+  std::shared_ptr<char[]> hold(int rank, const std::string& name) const;
 
   // Agrees on new epochs after an aborted call: counters are zeroed, done words and epochs set to one
   // value above all others, and the generation moves on, so that a stale abort is ignored.
   void reset();
 
+  // Makes every wait of the next forward call true beforehand, so that one stage can run alone on data that is
+  // laid out for it. Tickets and what counts a kernel's own arrivals (exited, pushed) are left as they are: the
+  // stage uses them as ever. `fingerprint` is that of the calls to come.
+  void satisfy(uint32 fingerprint);
+
   std::vector<Word> epochs(int rank) const;  // call, schedule, order, generation
   std::size_t num_bytes() const;
 
-  void set_runtime(Runtime* runtime) { runtime_.store(runtime); }
+  void set_runtime(Runtime* runtime);
   void interrupt();
 
  private:
   struct Memory {
-    std::unique_ptr<char[]> data;
+    std::shared_ptr<char[]> data;
     std::size_t num_bytes = 0;
   };
   Memory& memory(int rank, Region region) {
@@ -52,7 +60,8 @@ class Workspace {
   Shape shape_;
   std::vector<Memory> memory_;
   std::vector<std::vector<char*>> tables_;
-  std::atomic<Runtime*> runtime_{nullptr};
+  std::mutex runtime_mutex_;
+  Runtime* runtime_ = nullptr;
 };
 
 }  // namespace mok::host

@@ -1,0 +1,8 @@
+// The driver of GEMM stages of the target that is compiled: MOK_GEMM_KERNEL(name, stage, group).
+#pragma once
+
+#if defined(MOK_TARGET_HOST)
+#include "targets/host/driver.h"
+#elif defined(MOK_TARGET_SM90)
+#include "targets/sm90/roles.h"
+#endif

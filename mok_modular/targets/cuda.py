@@ -1,0 +1,463 @@
+"""The CUDA target: all ranks of a LocalGroup on one GPU, one grid a kernel for all of them.
+
+Kernels are compiled at run time for sm_90a. A call enqueues its kernels on the current stream and returns; it never
+waits for the device. What went wrong there is raised by the next call on the workspace or by `workspace.check()`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mok_modular import nvrtc
+from mok_modular.config import MoKConfig
+from mok_modular.errors import MoKPeerError, MoKTimeoutError
+from mok_modular.targets import host
+
+if TYPE_CHECKING:
+    from mok_modular.group import LocalGroup
+
+ARCH = "sm_90a"
+DEFINE = "MOK_TARGET_SM90"
+MAX_LOCAL_RANKS = 8
+COPY_THREADS, COPY_CTAS_PER_SM = 512, 2
+GEMM_THREADS = 384
+ZEROED = frozenset({"words", "arrivals", "counters", "epochs", "num_tokens"})
+"""Regions that start from zero; the others start full of NaN."""
+
+GEMM_SMEM_BYTES = 216320
+"""Dynamic shared memory of a GEMM CTA: sizeof(Shared) of csrc/targets/sm90/roles.h, which asserts that it is enough."""
+
+COPY_KERNELS = {
+    name: nvrtc.Kernel(f"split/{name}.cu", (f"mok_{name}",))
+    for name in ("schedule", "publish", "dispatch", "swiglu", "combine", "reduce")
+}
+GEMM_KERNEL = nvrtc.Kernel(
+    "split/grouped_gemm.cu",
+    ("mok_gate_up", "mok_down", "mok_shared_gate_up", "mok_shared_down"),
+    (f"MOK_GEMM_SMEM_BYTES={GEMM_SMEM_BYTES}",),
+)
+ENTRIES: dict[tuple[str, ...], str] = {
+    **{(name,): name for name in COPY_KERNELS},
+    ("gate_up",): "gate_up",
+    ("gate_up", "swiglu"): "gate_up",
+    ("down",): "down",
+    ("down", "combine"): "down",
+    ("shared_gate_up",): "shared_gate_up",
+    ("shared_down",): "shared_down",
+}
+"""The kernel that runs a group of stages: in gate_up+swiglu and down+combine the second lives in the epilogue."""
+
+MATRICES = (
+    "x",
+    "ring_x",
+    "context_x",
+    "ring_hidden",
+    "shared_hidden",
+    "w_routed_gate",
+    "w_routed_up",
+    "w_routed_down",
+    "w_shared_gate",
+    "w_shared_up",
+    "w_shared_down",
+)
+"""The matrices that a product may read, in the order of `Matrix` in csrc/stages/grouped_gemm.h."""
+
+
+def check_plan(config: MoKConfig) -> None:
+    """Raises ValueError for a plan with a group of stages that has no kernel on this target."""
+    for group in config.plan.groups:
+        if group not in ENTRIES or (group == ("down", "combine") and config.combine == "pull"):
+            raise ValueError(
+                f"mode {str(config.plan)!r}: {'+'.join(group)} with combine={config.combine!r} has no kernel on {ARCH} in "
+                "this version; available are the plans that fuse no more than gate_up+swiglu and down+combine"
+            )
+    if config.row_block not in (None, 128):
+        raise ValueError(f"row_block must be 128 on {ARCH}, got {config.row_block}")
+
+
+@dataclass(frozen=True)
+class Function:
+    """A loaded kernel: its CUfunction, threads a CTA, dynamic shared memory, CTAs an SM."""
+
+    handle: Any
+    num_threads: int
+    num_smem_bytes: int
+    ctas_per_sm: int
+
+
+class Device:
+    """The loaded kernels of one GPU. Everything is compiled and loaded before the first launch: loading a module
+    while kernels wait for each other can wedge the context."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        properties = torch.cuda.get_device_properties(index)
+        if (properties.major, properties.minor) != (9, 0):
+            raise RuntimeError(
+                f"cuda:{index} is {properties.name} (sm_{properties.major}{properties.minor}); this version has kernels "
+                f"for {ARCH} only"
+            )
+        self.num_sms = properties.multi_processor_count
+        with torch.cuda.device(index):
+            torch.cuda.current_stream()
+            torch.zeros(1, device=f"cuda:{index}")  # the primary context exists from here on
+            self.functions = self._load()
+
+    def _load(self) -> dict[str, Function]:
+        functions = {}
+        for kernel in (*COPY_KERNELS.values(), GEMM_KERNEL):
+            is_gemm = kernel is GEMM_KERNEL
+            cubin = nvrtc.compile_kernel(ARCH, kernel, DEFINE)
+            module = _check(_driver().cuModuleLoadData(cubin.data))
+            for entry in kernel.entries:
+                handle = _check(_driver().cuModuleGetFunction(module, entry.encode()))
+                num_smem_bytes = GEMM_SMEM_BYTES + 1024 if is_gemm else 0  # and room for its alignment
+                if num_smem_bytes:
+                    attribute = _driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                    _check(_driver().cuFuncSetAttribute(handle, attribute, num_smem_bytes))
+                functions[entry.removeprefix("mok_")] = Function(
+                    handle,
+                    GEMM_THREADS if is_gemm else COPY_THREADS,
+                    num_smem_bytes,
+                    1 if is_gemm else COPY_CTAS_PER_SM,
+                )
+        return functions
+
+
+@cache
+def get_device(index: int) -> Device:
+    """The loaded kernels of GPU `index`."""
+    return Device(index)
+
+
+class CudaMemory:
+    """The regions of all ranks on one GPU, with the interface of the host target's Workspace."""
+
+    def __init__(self, num_ranks: int, device: torch.device) -> None:
+        self.num_ranks = num_ranks
+        self.device = device
+        self.regions: list[dict[str, Tensor]] = [{} for _ in range(num_ranks)]
+        self.tables: list[Tensor] = []
+        self.failures = torch.zeros(
+            num_ranks, host.extension().struct_sizes()["Failure"], dtype=torch.uint8, pin_memory=True
+        )
+        self._counters_of: Any = None
+
+    def reserve(self, shape: Any) -> None:
+        """Makes every region large enough; see Workspace::reserve in csrc/targets/host."""
+        is_changed = False
+        for regions in self.regions:
+            for name, num_bytes in shape.region_bytes().items():
+                if num_bytes > regions.get(name, _NOTHING).numel():
+                    fill = 0 if name in ZEROED else 0xFF
+                    regions[name] = torch.full((num_bytes,), fill, dtype=torch.uint8, device=self.device)
+                    is_changed = True
+        counters_of = (shape.region_bytes()["counters"], shape.capacity_rows, shape.ring_rows, shape.minibatch)
+        if counters_of != self._counters_of:  # they stand at other offsets now
+            for regions in self.regions:
+                regions["counters"].zero_()
+            self._counters_of = counters_of
+        if is_changed or not self.tables:
+            self._make_tables(shape)
+
+    def _make_tables(self, shape: Any) -> None:
+        names = host.extension().region_names()
+        symmetric = set(host.extension().symmetric_regions(shape))
+        self.tables = []
+        for rank in range(self.num_ranks):
+            rows = [
+                [self.address(peer, name) if peer == rank or name in symmetric else 0 for name in names]
+                for peer in range(self.num_ranks)
+            ]
+            self.tables.append(torch.tensor(rows, dtype=torch.int64).to(self.device))
+
+    def address(self, rank: int, name: str) -> int:
+        """The device address of a region, 0 where it is empty."""
+        return self.regions[rank].get(name, _NOTHING).data_ptr()
+
+    def num_bytes(self) -> int:
+        """Bytes of all regions of all ranks."""
+        return sum(region.numel() for regions in self.regions for region in regions.values())
+
+    def failure(self, rank: int) -> dict[str, Any]:
+        """What a rank's kernels left for the host."""
+        result: dict[str, Any] = host.extension().unpack_failure(bytes(self.failures[rank].numpy().tobytes()))
+        return result
+
+    def reset(self, shape: Any) -> None:
+        """New epochs, above all old ones; counters from zero. The device must be idle."""
+        epochs = [regions["epochs"].view(torch.int64).tolist() for regions in self.regions]
+        call, schedule, order, generation = (max(values) + 1 for values in zip(*epochs, strict=True))
+        words = torch.tensor(host.extension().reset_words(shape, call, schedule), dtype=torch.int64)
+        for regions in self.regions:
+            regions["epochs"].view(torch.int64).copy_(torch.tensor([call, schedule, order, generation]))
+            regions["words"].view(torch.int64).copy_(words)
+            for name in ("counters", "arrivals"):
+                if name in regions:
+                    regions[name].zero_()
+        self.failures.zero_()
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+class CudaWorkspace(host.SharedWorkspace):
+    """The memory of a LocalGroup on one GPU."""
+
+    def __init__(
+        self, group: LocalGroup, config: MoKConfig, num_local_tokens: int, hidden_size: int, topk: int
+    ) -> None:
+        if group.size() > MAX_LOCAL_RANKS:
+            raise ValueError(f"a LocalGroup on one GPU has at most {MAX_LOCAL_RANKS} ranks, got {group.size()}")
+        check_plan(config)
+        self.torch_device = torch.device(group.device)
+        self.device = get_device(self.torch_device.index or 0)
+        self._maps: dict[tuple[Any, ...], bytes] = {}
+        self._side: torch.cuda.Stream | None = None
+        self.is_timing = False  # record an event pair around every kernel
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        super().__init__(group, config, num_local_tokens, hidden_size, topk)
+
+    def _make_memory(self) -> Any:
+        return CudaMemory(self.num_ranks, self.torch_device)
+
+    def region(self, rank: int, name: str, dtype: torch.dtype) -> Tensor:
+        return self.native.regions[rank].get(name, _NOTHING.to(self.torch_device)).view(dtype)
+
+    def interrupt(self) -> None:
+        """Nothing to do: a call returns before its kernels run."""
+
+    def check(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+        self._poll()
+        super().check()
+
+    def reset(self) -> list[None]:
+        torch.cuda.synchronize(self.torch_device)
+        self.native.reset(self.shape(num_local_experts=1, capacity_rows=self.row_block, intermediate_size=64))
+        self.failure = None
+        return [None] * self.num_ranks
+
+    def _poll(self) -> None:
+        """Looks, without waiting, at what kernels of earlier calls left."""
+        if self.failure is not None or not bool(self.native.failures.any()):
+            return
+        failures = [self.native.failure(rank) for rank in range(self.num_ranks)]
+        for rank, failure in enumerate(failures):
+            if failure["num_invalid_ids"]:
+                self.failure = ValueError(
+                    f"top_experts of rank {rank} held {failure['num_invalid_ids']} ids out of range in an earlier call; "
+                    "they were taken as -1 (no route)"
+                )
+        waits = [
+            dict(f, task=f"{f['block']}.{f['part']}") for f in failures if f["is_set"] and f["reason"] == "timeout"
+        ]
+        for failure in failures:
+            if failure["is_set"] and failure["reason"] == "mismatch":
+                self.failure = MoKPeerError(f"rank {failure['peer']} makes another call than rank {failure['rank']}")
+            elif failure["is_set"] and failure["reason"] == "capacity":
+                self.failure = ValueError(
+                    f"{failure['want']} rows come to rank {failure['rank']}, but schedule_capacity_multiplier="
+                    f"{self.config.schedule_capacity_multiplier} leaves room for {failure['have']}"
+                )
+        if waits:
+            self.failure = MoKTimeoutError(f"a wait expired in an earlier call; {host.culprit(waits)}", waits)
+
+    def run(self, calls: Sequence[host.Call]) -> list[Exception | None]:
+        """Enqueues the kernels of one call of every rank."""
+        self._poll()
+        if self.failure is not None:
+            return [self.failure for _ in calls]
+        if any(call.agree != calls[0].agree or call.kind != calls[0].kind for call in calls):
+            return [MoKPeerError(host.describe_mismatch(calls)) for _ in calls]
+        try:
+            check_plan(calls[0].config)
+        except ValueError as error:
+            return [error for _ in calls]
+        first = calls[0]
+        shape = self.shape(first.num_local_experts, first.capacity_rows, first.intermediate_size, first.shared_size)
+        with torch.cuda.device(self.torch_device):
+            self.native.reserve(shape)
+            programs = [self._program(rank, call, shape) for rank, call in enumerate(calls)]
+            self._launch_all(calls, shape, programs)
+        return [None] * len(calls)
+
+    def _launch_all(self, calls: Sequence[host.Call], shape: Any, programs: Sequence[Any]) -> None:
+        names = host.extension().region_names()
+        failures = self.native.failures
+        call_set = host.extension().pack_calls(
+            programs,
+            [table.data_ptr() for table in self.native.tables],
+            [[self.native.address(rank, name) for name in names] for rank in range(self.num_ranks)],
+            [failures.data_ptr() + rank * failures.stride(0) for rank in range(self.num_ranks)],
+            calls[0].config.timeout_s,
+            calls[0].config.start_timeout_s,
+        )
+        maps = self._all_maps(calls, shape) if calls[0].kind == "forward" else b""
+        config, main = calls[0].config, torch.cuda.current_stream()
+        # Two streams where communication has SMs of its own. One launch after another in data-flow order on each: a
+        # kernel waits only for kernels launched before it, so any serialisation of the two is right as well.
+        side = self._side_stream(config, calls[0].kind)
+        if side is not None:
+            side.wait_stream(main)
+        for i, launch in enumerate(host.launches(calls[0], shape)):
+            is_last = launch.kernel == "reduce"
+            if side is not None and is_last:
+                main.wait_stream(side)
+            stream = side if side is not None and launch.stream == "comm" else main
+            function = self.device.functions[ENTRIES[launch.stages]]
+            arguments = [call_set, host.extension().pack_launch(programs[0], i)]
+            if function.num_smem_bytes:
+                arguments.append(maps)
+            with self._timer(launch.kernel, stream):
+                num_sms = self._num_sms(config, launch.stream if side is not None and not is_last else None)
+                self._launch(function, arguments, stream.cuda_stream, num_sms)
+
+    def _side_stream(self, config: MoKConfig, kind: str) -> torch.cuda.Stream | None:
+        if config.fwd_num_comm_sms is None or kind != "forward":
+            return None
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.torch_device)
+        return self._side
+
+    def _num_sms(self, config: MoKConfig, stream: str | None) -> int:
+        """SMs for a kernel: all that are not reserved, or, beside the other stream's kernels, its share."""
+        num_sms = self.device.num_sms - config.num_reserved_sms
+        num_comm_sms = config.fwd_num_comm_sms or 0
+        return max(1, num_sms if stream is None else num_comm_sms if stream == "comm" else num_sms - num_comm_sms)
+
+    @contextmanager
+    def _timer(self, kernel: str, stream: torch.cuda.Stream) -> Iterator[None]:
+        if not self.is_timing:
+            yield
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(stream)
+        yield
+        end.record(stream)
+        self._events.append((kernel, begin, end))
+
+    def kernel_times_s(self) -> list[tuple[str, float]]:
+        """Kernels launched since the last look while `is_timing` was set, and their seconds. Waits for the device."""
+        torch.cuda.synchronize(self.torch_device)
+        times = [(kernel, begin.elapsed_time(end) * 1e-3) for kernel, begin, end in self._events]
+        self._events.clear()
+        return times
+
+    def _launch(self, function: Function, arguments: Sequence[bytes], stream: int, num_sms: int) -> None:
+        buffers = [ctypes.create_string_buffer(argument, len(argument)) for argument in arguments]
+        pointers = (ctypes.c_void_p * len(buffers))(*[ctypes.addressof(buffer) for buffer in buffers])
+        num_ctas = num_sms * function.ctas_per_sm
+        _check(
+            _driver().cuLaunchKernel(
+                function.handle,
+                num_ctas,
+                1,
+                1,
+                function.num_threads,
+                1,
+                1,
+                function.num_smem_bytes,
+                stream,
+                ctypes.addressof(pointers),
+                0,
+            )
+        )
+
+    # ---- tensor maps ----
+
+    def _all_maps(self, calls: Sequence[host.Call], shape: Any) -> bytes:
+        size = 128
+        maps = bytearray(size * MAX_LOCAL_RANKS * len(MATRICES))
+        for rank, call in enumerate(calls):
+            for i, (address, dims) in enumerate(self._matrices(rank, call, shape)):
+                if address:
+                    at = size * (rank * len(MATRICES) + i)
+                    maps[at : at + size] = self._map(address, dims)
+        return bytes(maps)
+
+    def _matrices(self, rank: int, call: host.Call, shape: Any) -> list[tuple[int, tuple[int, ...]]]:
+        """Address and dimensions, innermost first, of every matrix: [rows, k] for A, [experts, cols, k] for B."""
+        hidden, inter, shared = shape.hidden_size, shape.intermediate_size, shape.shared_size
+        rows, experts = shape.ring_rows, shape.num_local_experts
+        at = self.native.address
+        dims: Mapping[str, tuple[int, tuple[int, ...]]] = {
+            "x": (_address(call, "x"), (hidden, max(1, call.num_tokens))),
+            "ring_x": (at(rank, "ring_x"), (hidden, rows)),
+            "context_x": (_address(call, "context_x"), (hidden, rows)),
+            "ring_hidden": (at(rank, "ring_hidden"), (inter, rows)),
+            "shared_hidden": (at(rank, "shared_hidden"), (shared, shape.max_tokens)),
+            "w_routed_gate": (_address(call, "w_routed_gate"), (hidden, inter, experts)),
+            "w_routed_up": (_address(call, "w_routed_up"), (hidden, inter, experts)),
+            "w_routed_down": (_address(call, "w_routed_down"), (inter, hidden, experts)),
+            "w_shared_gate": (_address(call, "w_shared_gate"), (hidden, shared, 1)),
+            "w_shared_up": (_address(call, "w_shared_up"), (hidden, shared, 1)),
+            "w_shared_down": (_address(call, "w_shared_down"), (shared, hidden, 1)),
+        }
+        return [dims[name] if 0 not in dims[name][1] else (0, ()) for name in MATRICES]
+
+    def _map(self, address: int, dims: tuple[int, ...]) -> bytes:
+        """A tensor map of a K-contiguous BF16 matrix with boxes of 64 x 64, cached."""
+        found = self._maps.get((address, dims))
+        if found is None:
+            if len(self._maps) > 4096:  # outputs and contexts move from call to call
+                self._maps.clear()
+            found = self._maps[address, dims] = encode_map(address, dims)
+        return found
+
+
+def encode_map(address: int, dims: tuple[int, ...]) -> bytes:
+    """The 128 bytes of a CUtensorMap: BF16, innermost dimension first, boxes of 64 x 64 (x 1), 128-byte swizzle."""
+    driver = _driver()
+    box = (64, 64, 1)[: len(dims)]
+    strides = []
+    num_bytes = 2
+    for dim in dims[:-1]:
+        num_bytes *= dim
+        strides.append(num_bytes)
+    tensor_map = _check(
+        driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            len(dims),
+            address,
+            [driver.cuuint64_t(dim) for dim in dims],
+            [driver.cuuint64_t(stride) for stride in strides],
+            [driver.cuuint32_t(size) for size in box],
+            [driver.cuuint32_t(1)] * len(dims),
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return ctypes.string_at(int(tensor_map.getPtr()), 128)
+
+
+def _address(call: host.Call, name: str) -> int:
+    tensor = call.tensors.get(name)
+    return tensor.data_ptr() if tensor is not None and tensor.numel() else 0
+
+
+@cache
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise ImportError(f"the CUDA target needs cuda-python ({error}); {nvrtc.NEEDS}") from error
+    return driver
+
+
+def _check(result: tuple[Any, ...]) -> Any:
+    code, *values = result
+    if int(code) != 0:
+        text = _driver().cuGetErrorString(code)[1]
+        raise RuntimeError(f"CUDA driver: {text.decode() if text else code}")
+    return values[0] if len(values) == 1 else values

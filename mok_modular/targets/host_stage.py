@@ -1,0 +1,149 @@
+"""One stage's kernel alone on the host target: memory of its own, every wait satisfied beforehand, one launch.
+
+`launch` of stages/*.py is made of this: lay out the stage's inputs in the regions that the kernel reads, run the
+very kernel of a split plan, read its outputs. All rows are in one ring generation and one window, so a region
+holds all rows of its rank. Regions are full of NaN until something writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mok_modular.errors import MoKDeadlockError, MoKTimeoutError
+from mok_modular.group import LocalGroup
+from mok_modular.plan import STAGES, Plan
+from mok_modular.targets.host import extension
+
+ROW_BLOCKS = (128, 256)
+
+_INT32 = torch.int32
+
+
+class StageRun:
+    """The ranks of one launch. `tables` holds every rank's tables of rows (see `segment_tables`), with El local
+    experts each; a width that the stage does not use may stay 0.
+
+    Raises ValueError if `group` has another number of ranks or `row_block` is none that the target has.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        tables: Sequence[Mapping[str, Tensor]],
+        *,
+        row_block: int,
+        num_tokens: Sequence[int],
+        topk: int = 1,
+        hidden_size: int = 0,
+        intermediate_size: int = 0,
+        shared_size: int = 0,
+        is_push_dispatch: bool = False,
+        is_pull_combine: bool = False,
+        group: LocalGroup | None = None,
+    ) -> None:
+        self.stage = stage
+        self.tables = tables
+        self.num_tokens = num_tokens
+        self.group = group or LocalGroup(len(tables))
+        if self.group.size() != len(tables):
+            raise ValueError(f"group has {self.group.size()} ranks, the arguments are for {len(tables)}")
+        if row_block not in ROW_BLOCKS:
+            raise ValueError(f"row_block must be one of {ROW_BLOCKS} here, got {row_block}")
+        shape = self.shape = extension().Shape()
+        shape.num_ranks = len(tables)
+        shape.max_tokens = max(num_tokens)
+        shape.topk = topk
+        shape.hidden_size = hidden_size
+        shape.intermediate_size = intermediate_size
+        shape.shared_size = shared_size
+        shape.num_local_experts = tables[0]["segment_num_rows"].numel()
+        shape.row_block = row_block
+        shape.capacity_rows = max(row_block, *(int(t["counts"][0]) for t in tables))
+        shape.ring_rows = shape.minibatch = shape.capacity_rows
+        shape.is_push_dispatch = is_push_dispatch
+        shape.is_pull_combine = is_pull_combine
+        self.native = extension().Workspace(len(tables))
+        self.native.reserve(shape)
+
+    def region(self, rank: int, name: str, width: int) -> Tensor:
+        """A region of a rank as bfloat16 [rows, width], shared with the kernel."""
+        if self.native.region_bytes(rank, name) == 0:
+            return torch.empty(0, width, dtype=torch.bfloat16)
+        return torch.from_dlpack(self.native.region(rank, name)).view(torch.bfloat16).view(-1, width)
+
+    def fill(self, rank: int, name: str, rows: Tensor) -> None:
+        """Writes `rows` to the start of a region."""
+        self.region(rank, name, rows.shape[1])[: len(rows)] = rows.detach()
+
+    def launch(
+        self, tensors: Sequence[Mapping[str, Tensor]] | None = None, swiglu_limit: float | None = None
+    ) -> list[list[dict[str, Any]]]:
+        """Runs the kernel on all ranks, with every rank's `tensors` by the names of csrc/layout.h (contiguous).
+
+        Returns the statistics of the stage by rank: one dict with `num_rows`, `num_bytes`, `flops`, `busy_s`,
+        `wait_s`. Raises MoKDeadlockError (on threads MoKTimeoutError) if the stage waits for something after all.
+        """
+        programs = []
+        for rank, tables in enumerate(self.tables):
+            program = extension().Program(
+                "forward",
+                self.shape,
+                rank,
+                self.num_tokens[rank],
+                0,
+                list(Plan.parse("split").group_masks),
+                _pointers(tables),
+                _pointers(tensors[rank] if tensors else {}),
+                swiglu_limit,
+            )
+            mask = 1 << STAGES.index(self.stage) if self.stage in STAGES else 0
+            num_workers = self.group.num_workers
+            program.add_launch(self.stage, mask, self.stage, -1, False, False, False, 0, num_workers, 0)
+            programs.append(program)
+        self.native.satisfy(0)
+        group = self.group
+        is_threads = group.executor == "threads"
+        result = extension().run(self.native, programs, group.order, group.seed, is_threads, 10.0, 10.0)
+        if result["reason"] != "ok":
+            kind = MoKDeadlockError if result["reason"] == "deadlock" else MoKTimeoutError
+            waits = [dict(wait, task=f"{wait['block']}.{wait['part']}") for wait in result["waits"]]
+            raise kind(f"{self.stage} alone: {result['reason']}", waits)
+        return result["stats"]
+
+
+def segment_tables(segment_start: Tensor, segment_num_rows: Tensor, row_block: int) -> dict[str, Tensor]:
+    """What a kernel needs to know of a rank's segments (int32 [El+1] and [El]), in one window."""
+    num_rows = int(segment_start[-1])
+    num_blocks = segment_start.diff() // row_block
+    experts = torch.arange(len(segment_num_rows), dtype=_INT32)
+    return {
+        "segment_start": segment_start.to(_INT32).contiguous(),
+        "segment_num_rows": segment_num_rows.to(_INT32).contiguous(),
+        "row_block_expert": experts.repeat_interleave(num_blocks),
+        "window_start": torch.tensor([0, num_rows // row_block], dtype=_INT32),
+        "generation_window": torch.tensor([0, 1], dtype=_INT32),
+        "counts": torch.tensor([num_rows, 1, 0, num_rows], dtype=_INT32),
+    }
+
+
+def check_bfloat16(**tensors: Tensor) -> None:
+    """Raises TypeError or ValueError that names the argument: kernels take bfloat16 tensors on the CPU."""
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.bfloat16:
+            raise TypeError(f"{name} must be torch.bfloat16 for the kernel, got {tensor.dtype}")
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{name} must be on the CPU for the host target, got {tensor.device}")
+
+
+def check_width(name: str, width: int) -> None:
+    """Raises ValueError unless `width` is one that kernels take."""
+    if width < 64 or width % 64:
+        raise ValueError(f"{name} must be a positive multiple of 64 for the kernel, got {width}")
+
+
+def _pointers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor.numel()}

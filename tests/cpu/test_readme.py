@@ -1,0 +1,145 @@
+"""The documents keep their word: README's Python runs, the names in them exist, and the tables match the code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mok_modular import _host, cli
+from mok_modular.plan import SHARED_STAGES, STAGES
+from mok_modular.targets.host import WRITERS
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+PROTOCOL = ROOT / "csrc" / "protocol" / "README.md"
+TARGETS = ROOT / "csrc" / "targets" / "README.md"
+DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "design.md", ROOT / "docs" / "status.md", PROTOCOL, TARGETS]
+SOURCE_SUFFIXES = (".py", ".h", ".cu", ".cpp")
+
+
+def section(text: str, title: str) -> str:
+    """The text between a heading and the next one of its level."""
+    (found,) = re.findall(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", text, flags=re.M | re.S)
+    return found
+
+
+def table(text: str) -> list[list[str]]:
+    """The cells of the one Markdown table in `text`, without its header."""
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row] for row in rows[2:]]
+
+
+def words(text: str) -> list[str]:
+    """What stands in backticks."""
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+def test_python_blocks_run(tmp_path: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", README, flags=re.M | re.S)
+    num_lines = sum(bool(line.strip()) for line in blocks[0].splitlines())
+    assert num_lines <= 10
+    done = subprocess.run(
+        [sys.executable, "-c", "".join(blocks)], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[(100, 256), (101, 256), (102, 256), (103, 256)]\n"
+
+
+def test_commands_of_readme_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    console = "\n".join(re.findall(r"^```console\n(.*?)^```", README, flags=re.M | re.S))
+    commands = re.findall(r"^\$ mok-modular (.*?)(?:  +#.*)?$", console, flags=re.M)
+    assert {command.split()[0] for command in commands} == {"run", "ab", "stages", "build", "doctor"}
+    for command in commands:
+        arguments = cli._make_parser().parse_args(command.split())
+        assert callable(arguments.command)
+    header = "stage           pass     kernel    rows     MB  GFLOP  busy s  wait s"
+    assert cli.main(["run", "--tokens", "256"]) == 0
+    out = capsys.readouterr().out
+    assert header in console
+    assert header in out
+    shown = [line.split()[:4] for line in console.splitlines() if "forward" in line and line.split()[-1][0].isdigit()]
+    assert shown == [line.split()[:4] for line in out.splitlines() if "forward" in line]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)\)", path.read_text())
+    assert targets or path == TARGETS
+    for target in targets:
+        assert (path.parent / target).exists(), target
+
+
+# ---- follow one token ------------------------------------------------------------------------------------
+
+STEPS = re.findall(r"^\d+\. (.*?)(?=^\d+\. |\n\n|\Z)", section(README, "Follow one token"), flags=re.M | re.S)
+
+
+def test_the_token_passes_every_stage_file() -> None:
+    assert len(STEPS) >= 10
+    named = {word for step in STEPS for word in words(step) if word.endswith(SOURCE_SUFFIXES)}
+    stages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc" / "stages").glob("*.h")}
+    assert stages - {"csrc/stages/stage.h"} <= named
+
+
+@pytest.mark.parametrize("step", STEPS, ids=[f"step {i + 1}" for i in range(len(STEPS))])
+def test_files_and_names_of_a_step_exist(step: str) -> None:
+    files = [word for word in words(step) if word.endswith(SOURCE_SUFFIXES)]
+    assert files
+    text = "\n".join((ROOT / file).read_text() for file in files)
+    for word in words(step):
+        if word in files or not re.fullmatch(r"[A-Za-z_][\w.]+", word):
+            continue
+        for part in word.split("."):
+            assert re.search(rf"\b{re.escape(part)}\b", text), f"{word} is in none of {files}"
+
+
+# ---- tables ----------------------------------------------------------------------------------------------
+
+
+def test_edge_table_is_that_of_the_code() -> None:
+    rows = table(section(PROTOCOL.read_text(), "Edges"))
+    assert [words(row[0])[0] for row in rows] == _host.edge_names()
+    across = [row[4] for row in rows]
+    num_across = across.index("no")
+    assert across == ["yes"] * num_across + ["no"] * (len(rows) - num_across)
+    assert words(rows[num_across - 1][0]) == ["y_arrived"]  # is_cross_rank of layout.h
+
+
+def test_edge_table_names_the_stages_that_an_error_names() -> None:
+    stages = {*STAGES, *SHARED_STAGES, "publish", "schedule", "reduce"}
+    rows = {words(row[0])[0]: row for row in table(section(PROTOCOL.read_text(), "Edges"))}
+    for edge, writers in WRITERS.items():
+        said = set(re.findall(r"\w+", rows[edge][1])) & stages
+        assert edge == "done" or said >= set(writers), edge  # done is sent by whoever leaves last
+
+
+def test_picture_shows_the_edges_of_a_forward() -> None:
+    picture = section(README, "Stages and edges")
+    for edge in ("topk_ready", "input_ready", "done", "x_ready", "gate_up_ready", "hidden_ready", "y_ready"):
+        assert edge in picture
+    for name in ("slot_free", "shared_hidden_ready", "shared_ready", "publish", *STAGES, *SHARED_STAGES, "reduce"):
+        assert name in picture
+
+
+@pytest.mark.parametrize("header", ["memory.h", "math.h", "worker.h", "driver.h"])
+def test_every_target_has_the_names_of_the_target_table(header: str) -> None:
+    (text,) = re.findall(rf"^## `{header}`.*?\n(.*?)(?=^## |\Z)", TARGETS.read_text(), flags=re.M | re.S)
+    names = {re.split(r"[(<]", word)[0] for row in table(text) for word in words(row[0])}
+    assert len(names) >= 4
+    folders = [path for path in sorted((ROOT / "csrc" / "targets").iterdir()) if (path / header).exists()]
+    assert ROOT / "csrc" / "targets" / "host" in folders
+    for folder in folders:
+        code = (folder / header).read_text()
+        missing = {name for name in names if not re.search(rf"\b{name}\b", code)}
+        assert not missing, folder
+
+
+def test_support_table_says_what_runs() -> None:
+    rows = table(section(README, "What runs today"))
+    assert [words(row[0])[0] for row in rows] == ["host", "sm_90a", "sm_100f"]
+    assert {cell for row in rows for cell in row[1:]} <= {"runs", "compiles", "not yet"}
+    assert rows[0][1] == "runs"

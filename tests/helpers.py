@@ -1,0 +1,190 @@
+"""What several tests of the layer share: small workloads, runs of them, and comparisons.
+
+Sizes are pairwise different and not square, so that a swapped dimension shows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mok_modular import LocalGroup, MoE, MoEShape, MoKConfig, functional
+from mok_modular.testing import Workload, check_forward
+from mok_modular.testing.workload import ForwardResult
+
+H, I, S, E, K = 64, 128, 192, 8, 2  # noqa: E741 - the words of the design
+
+SMALL_RING = {"minibatch_size": 128, "macrobatch_size": 256}
+"""A ring that a few hundred rows go through several times."""
+
+FULL_RING = {"minibatch_size": 256, "macrobatch_size": 131072}
+"""A ring that holds all rows, as push dispatch and pull combine need."""
+
+Routing = Callable[[int, int, torch.Generator], Tensor]
+"""(rank, number of tokens, generator) -> ids [T, K]."""
+
+
+def shape(**sizes: int) -> MoEShape:
+    """The test's shape; words as in the design: H, I, S, E, K."""
+    return MoEShape(
+        "test",
+        hidden_size=sizes.get("H", H),
+        intermediate_size=sizes.get("I", I),
+        num_experts=sizes.get("E", E),
+        topk=sizes.get("K", K),
+        shared_intermediate_size=sizes.get("S", S),
+    )
+
+
+def make_workload(
+    num_tokens: Sequence[int],
+    *,
+    routing: Routing | None = None,
+    seed: int = 0,
+    swiglu_limit: float | None = None,
+    **sizes: int,
+) -> Workload:
+    """Random tokens; by default random experts, one route in nine missing. Weights of both signs and zero."""
+    layer = shape(**sizes)
+    ids, weights = [], []
+    for rank, count in enumerate(num_tokens):
+        generator = torch.Generator().manual_seed(1000 * seed + rank)
+        if routing is None:
+            ids.append(torch.randint(-1, layer.num_experts, (count, layer.topk), generator=generator))
+        else:
+            ids.append(routing(rank, count, generator))
+        weights.append(torch.randn(count, layer.topk, generator=generator))
+        weights[-1][torch.rand(count, layer.topk, generator=generator) < 0.05] = 0.0
+    return Workload.from_ids(layer, ids, weights, seed=seed, swiglu_limit=swiglu_limit)
+
+
+def regroup(workload: Workload, num_ranks: int) -> Workload:
+    """The same tokens, in the same order, on another number of ranks."""
+
+    def split(parts: list[Tensor]) -> list[Tensor]:
+        return [part.contiguous() for part in torch.cat(parts).tensor_split(num_ranks)]
+
+    return dataclasses.replace(
+        workload,
+        x=split(workload.x),
+        expert_ids=split(workload.expert_ids),
+        router_weights=split(workload.router_weights),
+    )
+
+
+def weights_of(workload: Workload, member: Any) -> tuple[Tensor | None, ...]:
+    """The six weights of a rank in the order of functional.forward."""
+    mine = workload.weights.of_rank(member.rank(), member.size())
+    return (mine.shared_gate, mine.shared_up, mine.shared_down, mine.routed_gate, mine.routed_up, mine.routed_down)
+
+
+def workspace_for(workload: Workload, member: Any, config: MoKConfig, **options: Any) -> functional.Workspace:
+    """A new workspace that the workload fits into."""
+    sizes = {
+        "num_local_tokens": max(len(x) for x in workload.x),
+        "hidden_size": workload.shape.hidden_size,
+        "topk": workload.shape.topk,
+    }
+    return functional.create_workspace(config, member, **{**sizes, **options})
+
+
+def build(workload: Workload, workspace: functional.Workspace, config: MoKConfig) -> functional.MoKSchedule:
+    member = workspace.member
+    return functional.build_schedule(
+        workspace,
+        config,
+        workload.expert_ids[member.rank()],
+        num_local_experts=workload.shape.num_experts // member.size(),
+    )
+
+
+def forward(
+    workload: Workload,
+    workspace: functional.Workspace,
+    config: MoKConfig,
+    schedule: functional.MoKSchedule,
+    **options: Any,
+) -> tuple[Tensor, functional.MoKForwardContext]:
+    member = workspace.member
+    return functional.forward(
+        config,
+        workspace,
+        schedule,
+        workload.x[member.rank()],
+        workload.router_weights[member.rank()],
+        *weights_of(workload, member),
+        workload.swiglu_limit,
+        **options,
+    )
+
+
+def call(workload: Workload, workspace: functional.Workspace, config: MoKConfig, **options: Any) -> Tensor:
+    """build_schedule and forward: the output of this rank."""
+    return forward(workload, workspace, config, build(workload, workspace, config), **options)[0]
+
+
+def run(workload: Workload, config: MoKConfig | None = None, *, save_context: bool = False, **group: Any) -> Tensor:
+    """Outputs of all ranks, one after the other, of one call on a new workspace of a new group."""
+    config = config or MoKConfig()
+
+    def step(member: Any) -> Tensor:
+        return call(workload, workspace_for(workload, member, config), config, save_context=save_context)
+
+    return torch.cat(LocalGroup(workload.num_ranks, **group).run(step))
+
+
+def make_layer(workload: Workload, member: Any, config: MoKConfig | None = None, **options: Any) -> MoE:
+    """A MoE with the workload's weights."""
+    sizes = workload.shape
+    layer = MoE(
+        sizes.hidden_size,
+        sizes.intermediate_size,
+        sizes.num_experts,
+        sizes.topk,
+        group=member,
+        config=config,
+        shared_intermediate_size=sizes.shared_intermediate_size,
+        swiglu_limit=workload.swiglu_limit,
+        **options,
+    )
+    names = ("w_shared_gate", "w_shared_up", "w_shared_down", "w_routed_gate", "w_routed_up", "w_routed_down")
+    with torch.no_grad():
+        for name, weight in zip(names, weights_of(workload, member), strict=True):
+            if weight is not None:
+                getattr(layer, name).copy_(weight)
+    return layer
+
+
+def run_layer(workload: Workload, config: MoKConfig | None = None, **group: Any) -> Tensor:
+    """Outputs of all ranks of one call of MoE."""
+
+    def step(member: Any) -> Tensor:
+        rank = member.rank()
+        with torch.no_grad():
+            layer = make_layer(workload, member, config)
+            return layer(workload.x[rank], workload.expert_ids[rank], workload.router_weights[rank])
+
+    return torch.cat(LocalGroup(workload.num_ranks, **group).run(step))
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """BF16 as integers: NaN and the sign of zero count."""
+    return tensor.contiguous().view(torch.int16)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(bits(a), bits(b))
+
+
+def assert_right(workload: Workload, output: Tensor) -> None:
+    """At most 1.5 times as far from float64 as torch's BF16 matmuls at the same rounding points."""
+    sizes = [len(x) for x in workload.x]
+    assert output.shape == (sum(sizes), workload.shape.hidden_size)
+    assert output.dtype == torch.bfloat16
+    result = ForwardResult(outputs=list(output.split(sizes)), stages=[], seconds=0.0, schedule_seconds=0.0)
+    check = check_forward(workload, result)["output"]
+    assert check.is_ok, check
