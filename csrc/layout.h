@@ -42,9 +42,9 @@ constexpr bool holds(Group group, Stage stage) { return (group & group_bit(stage
 
 // ---- sizes ----------------------------------------------------------------------------------
 
-// Rows per task of the copy stages (dispatch, combine, publish) and of standalone swiglu; tokens
-// per task of reduce. Fixed here because writers and readers of a signal must agree on them.
-constexpr int kCopyRows = 32;
+// Rows per task of the copy stages and of standalone swiglu; tokens per task of reduce. Fixed here because writers and readers of a signal must agree on them.
+constexpr int kCopyRows = 16;
+constexpr int kPublishRows = 8;
 constexpr int kElementRows = 32;
 constexpr int kReduceTokens = 8;
 // Top-k ids per task of schedule: a place task compares each id with those before it in the chunk.
@@ -63,7 +63,7 @@ struct Shape {
   int32 intermediate_size = 0;
   int32 shared_size = 0;  // 0: no shared expert
   int32 num_local_experts = 0;
-  int32 row_block = 128;
+  int32 row_block_rows = 128;  // see row_block()
   int32 minibatch = 4096;   // rows of a ring slot
   int32 capacity_rows = 0;  // rows that a schedule may hold, padding included
   int32 ring_rows = 0;      // rows of one generation
@@ -72,15 +72,17 @@ struct Shape {
   bool is_minibatch_grain = false;  // signals of x_ready and y_ready: per minibatch slot
   bool is_serial_ring = false;
 
+  // A constant of the target where it has only one: divisions by it are then shifts.
+  MOK_DEVICE int32 row_block() const { return MOK_ROW_BLOCK ? MOK_ROW_BLOCK : row_block_rows; }
   MOK_DEVICE int32 num_experts() const { return num_ranks * num_local_experts; }
   MOK_DEVICE int64 max_routes() const { return int64{max_tokens} * topk; }
-  MOK_DEVICE int32 capacity_blocks() const { return capacity_rows / row_block; }
-  MOK_DEVICE int32 blocks_per_slot() const { return minibatch / row_block; }
+  MOK_DEVICE int32 capacity_blocks() const { return capacity_rows / row_block(); }
+  MOK_DEVICE int32 blocks_per_slot() const { return minibatch / row_block(); }
   MOK_DEVICE int32 slots_per_ring() const { return ceil_div(ring_rows, minibatch); }
   MOK_DEVICE int32 max_generations() const { return max_of(1, ring_rows ? ceil_div(capacity_rows, ring_rows) : 1); }
   // Two neighbouring windows hold more than a minibatch together, hence the bound.
   MOK_DEVICE int32 max_windows() const { return max_generations() * (2 * slots_per_ring() + 2); }
-  MOK_DEVICE int32 token_blocks() const { return ceil_div(max_tokens, row_block); }
+  MOK_DEVICE int32 token_blocks() const { return ceil_div(max_tokens, row_block()); }
   MOK_DEVICE int32 max_launches() const { return 8 + kNumFusible * max_generations(); }
   MOK_DEVICE int32 chunks_per_rank() const { return static_cast<int32>(ceil_div(max_routes(), int64{kScheduleChunk})); }
   MOK_DEVICE bool is_ring_complete() const { return ring_rows >= capacity_rows; }
@@ -332,8 +334,9 @@ struct Failure {
   int64 index;
   Word have, want;
   int32 num_invalid_ids;  // expert ids out of range, taken as -1
+  int32 raised_by;        // kFailureAborted: the rank that ended the call; edge is -1 if no wait was open here
 };
-enum FailureReason : int32 { kFailureTimeout = 1, kFailureMismatch = 2, kFailureCapacity = 3 };
+enum FailureReason : int32 { kFailureTimeout = 1, kFailureMismatch = 2, kFailureCapacity = 3, kFailureAborted = 4 };
 
 // The argument of every kernel of a call on one rank.
 struct Call {
@@ -348,6 +351,17 @@ struct Call {
   Schedule schedule = {};
   Tensors tensors = {};
   char* own[kNumRegions] = {};     // this rank's regions
+  // Where an edge's counters start in bank 0, and how far bank 1 is: computed once by the host, since the sums
+  // behind them are hundreds of instructions in every wait.
+  int32 counter_start[kNumEdges] = {};
+  int32 call_bank = 0, schedule_bank = 0;
+
+  void place_counters() {
+    for (int edge = 0; edge < kNumEdges; ++edge)
+      counter_start[edge] = static_cast<int32>(counter_offset(static_cast<Edge>(edge), 0, shape));
+    call_bank = static_cast<int32>(bank_size(false, shape));
+    schedule_bank = static_cast<int32>(bank_size(true, shape));
+  }
   char* const* regions = nullptr;  // [R][kNumRegions]; of a peer only symmetric ones are set
   // GPU targets only: where to say what failed, and how long a wait may last (0: for ever).
   Failure* failure = nullptr;

@@ -36,6 +36,10 @@ class MoKConfig:
     row_block: rows of the unit of padding and signals, 128 or 256; None takes the target's.
     start_timeout_s, timeout_s: how long a wait for a peer's entry, and a later wait, may last; 0: for ever.
     num_reserved_sms: processors left to other kernels.
+    allow_shared_gpu: ranks that are processes may share a GPU, for tests: it is time-sliced between them, so a round
+        of signals takes milliseconds, and timeouts are multiplied by the number of ranks on a GPU.
+    signals: how ranks that are processes signal each other in kernels without matrix products: `direct` (a store to the
+        peer's address) or `nvshmem` (NVSHMEM's device operations). Kernels with matrix products always use `direct`.
 
     Raises TypeError or ValueError that names the argument, the value and the rule.
     """
@@ -54,6 +58,8 @@ class MoKConfig:
     start_timeout_s: float = 300
     timeout_s: float = 10
     num_reserved_sms: int = 0
+    allow_shared_gpu: bool = False
+    signals: str = "direct"
 
     def __post_init__(self) -> None:
         self._check_mode()
@@ -77,6 +83,9 @@ class MoKConfig:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0 (0 waits for ever), got {getattr(self, name)}")
         _check_int("num_reserved_sms", self.num_reserved_sms, minimum=0)
+        if not isinstance(self.allow_shared_gpu, bool):
+            raise TypeError(f"allow_shared_gpu must be a bool, got {type(self.allow_shared_gpu).__name__}")
+        _check_choice("signals", self.signals, ("direct", "nvshmem"))
 
     @property
     def plan(self) -> Plan:

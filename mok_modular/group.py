@@ -301,10 +301,12 @@ class LocalGroup:
         raise error
 
 
-class LocalMember:
-    """One rank of a LocalGroup, as its functions see it."""
+class Member:
+    """One rank of a group, whichever transport joins it to the others."""
 
-    def __init__(self, group: LocalGroup, rank: int) -> None:
+    group: Any  # what all members share: device, size(), meet(), workspaces
+
+    def __init__(self, group: Any, rank: int) -> None:
         self.group = group
         self._rank = rank
 
@@ -316,17 +318,24 @@ class LocalMember:
         """The number of ranks in the group."""
         return self.group.size()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LocalMember:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Member:
         """A copied layer belongs to the same rank of the same group."""
         return self
 
     def __repr__(self) -> str:
-        return f"LocalMember(rank={self._rank}, size={self.size()})"
+        return f"{type(self).__name__}(rank={self._rank}, size={self.size()})"
 
 
-def as_member(group: Any) -> LocalMember:
-    """The member that a caller means: a member, or a group of one rank. Raises TypeError or ValueError."""
-    if isinstance(group, LocalMember):
+class LocalMember(Member):
+    """One rank of a LocalGroup, as its functions see it."""
+
+
+def as_member(group: Any) -> Member:
+    """The member that a caller means: a member, a torch ProcessGroup, or a LocalGroup of one rank.
+
+    Raises TypeError or ValueError; RuntimeError for a ProcessGroup where there is no GPU.
+    """
+    if isinstance(group, Member):
         return group
     if isinstance(group, LocalGroup):
         if group.size() != 1:
@@ -334,9 +343,13 @@ def as_member(group: Any) -> LocalMember:
                 f"group has {group.size()} ranks: pass the member that LocalGroup.run gives to each rank's function"
             )
         return group.members[0]
+    if torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup):
+        from mok_modular.process_group import process_member
+
+        return process_member(group)
     raise TypeError(
-        f"group must be a LocalMember (or a LocalGroup of one rank), got {type(group).__name__}: "
-        "this version has no other transport"
+        "group must be a LocalMember, a LocalGroup of one rank or a torch.distributed ProcessGroup, got "
+        f"{type(group).__name__}"
     )
 
 

@@ -11,7 +11,7 @@ import fcntl
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -90,15 +90,24 @@ def compile_kernel(arch: str, kernel: Kernel, target_define: str) -> Cubin:
     """
     root = source_dir()
     options = compile_options(arch, (target_define, *kernel.defines))
-    key = "\0".join([sources_hash(root), kernel.source, *options, nvrtc_version()])
-    name = f"{Path(kernel.source).stem}-{arch}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
-    path = cache_dir() / f"{name}.cubin"
+
+    def build() -> tuple[bytes, str]:
+        return compile_source(root, kernel.source, options)
+
+    return cached(f"{Path(kernel.source).stem}-{arch}", [kernel.source, *options], build)
+
+
+def cached(stem: str, key: Sequence[str], build: Callable[[], tuple[bytes, str]]) -> Cubin:
+    """The result of `build()` (code and log) for this `key`, the sources as they are and this compiler, from the cache
+    where it is. `build` runs under the cache's lock, so it must not ask the cache itself."""
+    whole_key = "\0".join([sources_hash(source_dir()), nvrtc_version(), *key])
+    path = cache_dir() / f"{stem}-{hashlib.sha256(whole_key.encode()).hexdigest()[:24]}.cubin"
     found = _read(path)
     if found is None:
         with _lock(cache_dir() / "lock"):  # one compiling process a node: the others find its result
             found = _read(path)
             if found is None:
-                data, log = _compile(root, kernel.source, options)
+                data, log = build()
                 _write(path, data, log)
                 return Cubin(data, log, path, is_from_cache=False)
     return Cubin(found[0], found[1], path, is_from_cache=True)
@@ -126,12 +135,15 @@ def _checked(nvrtc: Any, result: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def _compile(root: Path, source: str, options: list[str]) -> tuple[bytes, str]:
+def compile_source(
+    root: Path, source: str, options: Sequence[str], include_dirs: Sequence[Path] = ()
+) -> tuple[bytes, str]:
+    """Code and log of a source below `root`. Raises CompileError."""
     nvrtc = _nvrtc()
     text = (root / source).read_bytes()
     program = _checked(nvrtc, nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], []))
     try:
-        encoded = [option.encode() for option in [*options, f"--include-path={root}"]]
+        encoded = [option.encode() for option in [*options, *(f"--include-path={each}" for each in (root, *include_dirs))]]
         (code,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
         log = b" " * _checked(nvrtc, nvrtc.nvrtcGetProgramLogSize(program))
         _checked(nvrtc, nvrtc.nvrtcGetProgramLog(program, log))

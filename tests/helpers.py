@@ -127,6 +127,11 @@ def call(workload: Workload, workspace: functional.Workspace, config: MoKConfig,
     return forward(workload, workspace, config, build(workload, workspace, config), **options)[0]
 
 
+def all_ranks(workload: Workload, config: MoKConfig, fn: Callable[[Any], Any]) -> list[Any]:
+    """fn(workspace) on every rank, each time with a new workspace of a new group."""
+    return LocalGroup(workload.num_ranks).run(lambda member: fn(workspace_for(workload, member, config)))
+
+
 def run(workload: Workload, config: MoKConfig | None = None, *, save_context: bool = False, **group: Any) -> Tensor:
     """Outputs of all ranks, one after the other, of one call on a new workspace of a new group."""
     config = config or MoKConfig()

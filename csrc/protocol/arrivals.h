@@ -8,8 +8,8 @@ namespace mok {
 MOK_DEVICE int32 num_gate_up_tiles(const Shape& s) { return ceil_div(s.intermediate_size, kGateUpCols); }
 MOK_DEVICE int32 num_down_tiles(const Shape& s) { return ceil_div(s.hidden_size, kDownCols); }
 MOK_DEVICE int32 num_shared_gate_up_tiles(const Shape& s) { return ceil_div(s.shared_size, kGateUpCols); }
-MOK_DEVICE int32 num_publish_tasks(const Call& call) { return max_of(1, ceil_div(call.num_tokens, kCopyRows)); }
-MOK_DEVICE int32 num_copy_tasks(const Shape& s) { return s.row_block / kCopyRows; }
+MOK_DEVICE int32 num_publish_tasks(const Call& call) { return max_of(1, ceil_div(call.num_tokens, kPublishRows)); }
+MOK_DEVICE int32 num_copy_tasks(const Shape& s) { return s.row_block() / kCopyRows; }
 
 // down pushes its rows itself: no y in the ring, no combine task.
 MOK_DEVICE bool is_combine_in_down(const Call& call) {
@@ -26,7 +26,7 @@ MOK_DEVICE int32 arrivals(Edge edge, const Call& call) {
     case Edge::gate_up_ready:
       return num_gate_up_tiles(s);
     case Edge::hidden_ready:
-      return is_swiglu_in_gate_up(call) ? num_gate_up_tiles(s) : s.row_block / kElementRows;
+      return is_swiglu_in_gate_up(call) ? num_gate_up_tiles(s) : s.row_block() / kElementRows;
     case Edge::y_ready:
       return num_down_tiles(s);
     case Edge::slot_free:

@@ -22,7 +22,8 @@ MOK_DEVICE void leave_last_group(const Args& args, const Launch& launch, Worker&
 template <class Worker>
 MOK_DEVICE void leave_call(const Args& args, Edge exited, const Launch& launch, Worker& worker) {
   Signals<Worker> signals(args, worker);
-  if (is_aborted(args) || !signals.arrive(exited, exited == Edge::exited ? launch.launch_idx : 0, worker.num_workers()))
+  if (is_aborted(args)) return worker.report_abort(args);
+  if (!signals.arrive(exited, exited == Edge::exited ? launch.launch_idx : 0, worker.num_workers()))
     return;
   Epochs* epochs = args.call.at<Epochs>(Region::epochs);
   if (exited == Edge::exited)

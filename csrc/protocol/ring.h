@@ -18,10 +18,10 @@ MOK_DEVICE int32 num_generations(const Call& call) { return ceil_div(num_rows(ca
 MOK_DEVICE int32 macrobatch_of(const Call& call, int32 generation) { return num_generations(call) - 1 - generation; }
 
 // A ring is whole row blocks, so 32-bit block arithmetic is enough.
-MOK_DEVICE int32 block_macrobatch(const Shape& s, int32 block) { return block / (s.ring_rows / s.row_block); }
+MOK_DEVICE int32 block_macrobatch(const Shape& s, int32 block) { return block / (s.ring_rows / s.row_block()); }
 // Where a row block starts inside the ring (or inside the context, which has the ring's shape).
 MOK_DEVICE int64 block_ring_row(const Shape& s, int32 block) {
-  return int64{block % (s.ring_rows / s.row_block)} * s.row_block;
+  return int64{block % (s.ring_rows / s.row_block())} * s.row_block();
 }
 
 MOK_DEVICE int32 block_slot(const Shape& s, int32 block) {
@@ -37,7 +37,7 @@ MOK_DEVICE int32 slot_num_blocks(const Call& call, int32 macrobatch, int32 slot)
   const Shape& s = call.shape;
   const int64 begin = int64{macrobatch} * s.ring_rows + int64{slot} * s.minibatch;
   const int64 end = min_of(min_of(begin + s.minibatch, (int64{macrobatch} + 1) * s.ring_rows), int64{num_rows(call)});
-  return end > begin ? static_cast<int32>((end - begin) / s.row_block) : 0;
+  return end > begin ? static_cast<int32>((end - begin) / s.row_block()) : 0;
 }
 
 // The macrobatch that used this slot before, or -1. The one before is m + 1; where it is the partial

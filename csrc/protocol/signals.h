@@ -29,7 +29,9 @@ struct Args {
     return is_schedule_edge(edge) ? schedule_epoch : edge == Edge::entered ? order : call_epoch;
   }
   MOK_DEVICE Word* counter(Edge edge, int64 index) const {
-    return call.at<Word>(Region::counters) + counter_offset(edge, epoch_of(edge) & 1, call.shape) + index;
+    const int32 bank = is_schedule_edge(edge) ? call.schedule_bank : call.call_bank;
+    return call.at<Word>(Region::counters) + call.counter_start[static_cast<int>(edge)] +
+           static_cast<int64>(epoch_of(edge) & 1) * bank + index;
   }
   MOK_DEVICE Word* word(Edge edge, Word epoch, int32 src_rank, int32 at_rank) const {
     return call.peer<Word>(Region::words, at_rank) + word_offset(edge, epoch & 1, src_rank, call.shape);
@@ -74,19 +76,42 @@ struct Wait {
   MOK_DEVICE bool is_over() const { return is_satisfied() || is_mismatch(); }
 };
 
-MOK_DEVICE bool is_aborted(const Args& args) {
+// The rank that ended the call, -1 if none did. All words are loaded before one is looked at.
+MOK_DEVICE int32 abort_raiser(const Args& args) {
   const Word* words = args.call.at<Word>(Region::words) + abort_offset(0, args.call.shape);
+  int32 raiser = -1;
   for (int32 src = 0; src < args.call.shape.num_ranks; ++src)
-    if (load_relaxed(words + src) == args.generation + 1) return true;
-  return false;
+    if (load_relaxed(words + src) == args.generation + 1) raiser = src;
+  return raiser;
 }
+MOK_DEVICE bool is_aborted(const Args& args) { return abort_raiser(args) >= 0; }
 // Tells every rank. One word per raiser, and it carries the reset generation: a stale one is ignored.
 MOK_DEVICE void raise_abort(const Args& args) {
   const Shape& s = args.call.shape;
+  const int64 offset = abort_offset(args.call.rank, s);
   fence_system();
   for (int32 dst = 0; dst < s.num_ranks; ++dst)
-    store_system(args.call.peer<Word>(Region::words, dst) + abort_offset(args.call.rank, s), args.generation + 1);
+    store_signal(args.call.peer<Word>(Region::words, dst) + offset, args.call.at<Word>(Region::words) + offset, dst,
+                 args.generation + 1);
 }
+
+// Ranks whose word a worker has seen in this call: it need not look again.
+class SeenRanks {
+ public:
+  MOK_DEVICE bool has(int32 rank) const { return (rank < 64 ? low_ : high_) >> rank % 64 & 1; }
+  MOK_DEVICE void insert(int32 rank) {
+    count_ += !has(rank);
+    const Word bit = Word{1} << rank % 64;
+    low_ |= rank < 64 ? bit : 0;
+    high_ |= rank < 64 ? 0 : bit;
+  }
+  MOK_DEVICE int32 count() const { return count_; }
+
+ private:
+  static_assert(kMaxRanks == 128);
+  Word low_ = 0, high_ = 0;
+  int32 count_ = 0;
+};
 
 // What stages see: every wait and publish by the name of its edge.
 template <class Worker>
@@ -113,6 +138,15 @@ class Signals {
     if (edge == Edge::entered) wait.kind = WaitKind::entered;
     return wait_until(wait);
   }
+  // The same for a word of this call that many tasks need: looked at once a worker and rank.
+  MOK_DEVICE bool wait_rank_once(Edge edge, int32 src_rank, SeenRanks& seen) {
+    if (seen.has(src_rank)) return true;
+    if (!wait_rank(edge, src_rank)) return false;
+    seen.insert(src_rank);
+    return true;
+  }
+  MOK_DEVICE SeenRanks& seen_inputs() { return worker_.seen_inputs; }
+  MOK_DEVICE SeenRanks& seen_dones() { return worker_.seen_dones; }
   MOK_DEVICE bool wait_all_ranks(Edge edge, Word epochs_back = 0) {
     for (int32 src = 0; src < args_.call.shape.num_ranks; ++src)
       if (!wait_rank(edge, src, epochs_back)) return false;
@@ -144,13 +178,17 @@ class Signals {
   MOK_DEVICE void set_all_ranks(Edge edge) {
     const Word epoch = args_.epoch_of(edge), value = edge == Edge::entered ? entered_word(args_) : epoch;
     fence_system();
+    const int32 rank = args_.call.rank;
     for (int32 dst = 0; dst < args_.call.shape.num_ranks; ++dst)
-      if (worker_.may_publish(edge, dst, dst)) store_system(args_.word(edge, epoch, args_.call.rank, dst), value);
+      if (worker_.may_publish(edge, dst, dst))
+        store_signal(args_.word(edge, epoch, rank, dst), args_.word(edge, epoch, rank, rank), dst, value);
   }
   MOK_DEVICE void set_arrival(Edge edge, int64 index, int32 dst_rank) {
     if (!worker_.may_publish(edge, index, dst_rank)) return;
+    const int32 rank = args_.call.rank;
     fence_system();
-    store_system(args_.arrival(edge, index, args_.call.rank, dst_rank), args_.call_epoch);
+    store_signal(args_.arrival(edge, index, rank, dst_rank), args_.arrival(edge, index, rank, rank), dst_rank,
+                 args_.call_epoch);
   }
 
  private:
@@ -165,10 +203,10 @@ class Signals {
   }
   // Relaxed polls, one acquire after success: an acquire in the loop would empty the L1 at every poll.
   MOK_DEVICE bool wait_until(const Wait& wait) {
-    if (is_aborted(args_)) return false;
     worker_.begin_wait(wait);
     bool is_running = true;
-    while (is_running && !wait.is_over()) is_running = worker_.pause(args_, wait) && !is_aborted(args_);
+    // An abort is looked for between polls only: a wait that is over costs one load.
+    while (is_running && !wait.is_over()) is_running = worker_.pause(args_, wait);
     worker_.end_wait(wait);
     if (!is_running) return false;
     if (wait.is_mismatch()) {

@@ -15,6 +15,9 @@ struct Task {
   Stage stage = Stage::publish;
   int32 block = 0;  // row block, or token block of shared_*; unused by the copies of whole ranks
   int32 part = 0;   // column tile, or the task's number within its block
+  // GEMM stages: local expert of the block (0: the shared one) and the block's rows without padding.
+  int32 expert = 0;
+  int32 num_rows = 0;
 };
 
 enum class Role : int32 { any, communication, compute };
@@ -38,12 +41,13 @@ class Tasks {
   // Draws the next task; false: there is none, or the call was aborted.
   template <class Worker>
   MOK_DEVICE bool next(Worker& worker, Task* task) {
-    if (is_aborted(args_)) return false;
     const int64 slot = 2 * int64{launch_.launch_idx} + (role_ == Role::communication ? 1 : 0);
     const int64 ticket = static_cast<int64>(worker.draw(args_.counter(Edge::tickets, slot)));
+    if (is_aborted(args_)) return false;  // after the draw: both loads are then under way together
     while (ticket >= chunk_begin_ + num_tasks_) {
       chunk_begin_ += num_tasks_;
       num_tasks_ = 0;
+      piece_ = Piece{};
       if (!next_chunk()) return false;
     }
     decode(static_cast<int32>(ticket - chunk_begin_), task);
@@ -138,7 +142,7 @@ class Tasks {
   // Tasks of the stages that are not cut into windows.
   MOK_DEVICE static int32 num_plain_tasks(const Call& call, Stage stage) {
     const Shape& s = call.shape;
-    const int32 token_blocks = ceil_div(call.num_tokens, s.row_block);
+    const int32 token_blocks = ceil_div(call.num_tokens, s.row_block());
     switch (stage) {
       case Stage::publish:
         return num_publish_tasks(call);
@@ -165,7 +169,7 @@ class Tasks {
       case Stage::combine:
         return num_copy_tasks(s);
       case Stage::swiglu:
-        return s.row_block / kElementRows;
+        return s.row_block() / kElementRows;
       case Stage::gate_up:
         return num_gate_up_tiles(s);
       case Stage::shared_gate_up:
@@ -182,38 +186,48 @@ class Tasks {
     return (start[1] - start[0]) * num_parts();
   }
 
-  MOK_DEVICE void decode(int32 index, Task* task) const {
+  MOK_DEVICE void decode(int32 index, Task* task) {
     const Call& call = args_.call;
     task->stage = stage_;
     task->block = 0;
     task->part = index;
     if (stage_ == Stage::publish || stage_ == Stage::reduce || is_source_stage(call, stage_)) return;
     if (stage_ == Stage::shared_gate_up || stage_ == Stage::shared_down) {
-      const int32 num_blocks = ceil_div(call.num_tokens, call.shape.row_block);  // one "expert": rows fastest
-      task->block = index % num_blocks;
-      task->part = index / num_blocks;
-      return;
+      if (piece_.num_tasks == 0) piece_ = Piece{0, num_tasks_, 0, ceil_div(call.num_tokens, call.shape.row_block()), 0, call.num_tokens};
+      return decode_in_piece(index, task);
     }
-    const int32* start = call.schedule.window_start + first_window_ + window_;
-    if (stage_ != Stage::gate_up && stage_ != Stage::down) {
-      task->block = start[0] + index / num_parts();
-      task->part = index % num_parts();
-      return;
+    if (stage_ == Stage::gate_up || stage_ == Stage::down) {
+      while (index >= piece_.first + piece_.num_tasks) next_piece();
+      return decode_in_piece(index, task);
     }
-    // GEMM: expert by expert; inside an expert rows fastest, so that a column tile of weights is read once.
-    int32 begin = start[0];
-    for (;;) {
-      const int32 expert = call.schedule.row_block_expert[begin];
-      const int32 end = min_of(start[1], call.schedule.segment_start[expert + 1] / call.shape.row_block);
-      const int32 num_blocks = end - begin;
-      if (index < num_blocks * num_parts()) {
-        task->block = begin + index % num_blocks;
-        task->part = index / num_blocks;
-        return;
-      }
-      index -= num_blocks * num_parts();
-      begin = end;
-    }
+    task->block = call.schedule.window_start[first_window_ + window_] + index / num_parts();
+    task->part = index % num_parts();
+  }
+
+  // GEMM tasks of a window: expert by expert; inside an expert rows fastest, so that a column tile of weights is read
+  // once. The expert at hand is kept, since the tables cost a dependent load each and tickets come in order.
+  struct Piece {
+    int32 first = 0, num_tasks = 0;  // of the chunk's tasks
+    int32 first_block = 0, num_blocks = 0;
+    int32 expert = 0, end_row = 0;  // end_row: behind the last row that is not padding
+  };
+  MOK_DEVICE void next_piece() {
+    const Schedule& schedule = args_.call.schedule;
+    const int32* window = schedule.window_start + first_window_ + window_;
+    piece_.first += piece_.num_tasks;
+    piece_.first_block = piece_.first == 0 ? window[0] : piece_.first_block + piece_.num_blocks;
+    piece_.expert = schedule.row_block_expert[piece_.first_block];
+    const int32 end_block = schedule.segment_start[piece_.expert + 1] / args_.call.shape.row_block();
+    piece_.num_blocks = min_of(window[1], end_block) - piece_.first_block;
+    piece_.end_row = schedule.segment_start[piece_.expert] + schedule.segment_num_rows[piece_.expert];
+    piece_.num_tasks = piece_.num_blocks * num_parts();
+  }
+  MOK_DEVICE void decode_in_piece(int32 index, Task* task) const {
+    const int32 row_block = args_.call.shape.row_block(), at = index - piece_.first;
+    task->block = piece_.first_block + at % piece_.num_blocks;
+    task->part = at / piece_.num_blocks;
+    task->expert = piece_.expert;
+    task->num_rows = min_of(row_block, piece_.end_row - task->block * row_block);
   }
 
   const Args& args_;
@@ -226,6 +240,7 @@ class Tasks {
   Stage stage_ = Stage::publish;
   int64 chunk_begin_ = 0;
   int32 num_tasks_ = 0;
+  Piece piece_;
 };
 
 }  // namespace mok

@@ -9,7 +9,7 @@ MOK_KERNEL(schedule) {
   ScheduleTask task;
   bool is_running = true;
   while (is_running && ScheduleStage::decode(args.call, worker.next_ticket(args, tickets), &task)) {
-    worker.begin_task(Task{Stage::schedule, task.src_rank, task.chunk});
+    worker.begin_task(Task{Stage::schedule, task.src_rank, task.chunk, 0, 0});
     is_running = run_tile<ScheduleStage>(args, worker, task);
   }
   worker.sync();

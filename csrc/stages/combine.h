@@ -38,7 +38,7 @@ struct CombinePush {
     const int32 first = task.part * kCopyRows;
     worker.copy_rows(
         kCopyRows, call.shape.hidden_size * int64{sizeof(bf16)},
-        [&](int32 i) { return combine_destination(call, int64{task.block} * call.shape.row_block + first + i); },
+        [&](int32 i) { return combine_destination(call, int64{task.block} * call.shape.row_block() + first + i); },
         [&](int32 i) { return y_row(call, task.block, first + i); });
   }
 
@@ -60,7 +60,7 @@ struct CombinePull {
   template <class Worker>
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
     const Call& call = args.call;
-    const int32 rows = call.shape.is_minibatch_grain ? call.shape.minibatch : call.shape.row_block;
+    const int32 rows = call.shape.is_minibatch_grain ? call.shape.minibatch : call.shape.row_block();
     for (int32 i = 0; i < num_routes(call, task); ++i) {
       const int32 idx = task.part * kCopyRows + i, owner = call.schedule.route_rank[idx];
       if (owner < 0) continue;

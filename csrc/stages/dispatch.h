@@ -18,9 +18,12 @@ struct DispatchPull {
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
     const Call& call = args.call;
     if (!wait_slot_free(call, task.block, signals)) return false;
+    SeenRanks& seen = signals.seen_inputs();
+    if (seen.count() == call.shape.num_ranks) return true;
     const int64 first = first_row(call, task);
-    for (int32 i = 0; i < num_valid_rows(call, task.block, task.part * kCopyRows, kCopyRows); ++i)
-      if (!signals.wait_rank(Edge::input_ready, call.schedule.peer_rank[first + i])) return false;
+    const int32 num_rows = num_valid_rows(call, task.block, task.part * kCopyRows, kCopyRows);
+    for (int32 i = 0; i < num_rows; ++i)
+      if (!signals.wait_rank_once(Edge::input_ready, call.schedule.peer_rank[first + i], seen)) return false;
     return true;
   }
 
@@ -50,7 +53,7 @@ struct DispatchPull {
 
  private:
   MOK_DEVICE static int64 first_row(const Call& call, const Task& task) {
-    return int64{task.block} * call.shape.row_block + task.part * kCopyRows;
+    return int64{task.block} * call.shape.row_block() + task.part * kCopyRows;
   }
   template <class Worker>
   MOK_DEVICE static bool wait_slot_free(const Call& call, int32 block, Signals<Worker>& signals) {
@@ -125,7 +128,7 @@ struct DispatchPush {
     return call.schedule.sorted_route[position(task, i)];
   }
   MOK_DEVICE static int64 signal_of(const Call& call, int32 idx) {
-    const int32 rows = call.shape.is_minibatch_grain ? call.shape.minibatch : call.shape.row_block;
+    const int32 rows = call.shape.is_minibatch_grain ? call.shape.minibatch : call.shape.row_block();
     return call.schedule.route_row[idx] / rows;
   }
   MOK_DEVICE static bool is_same_signal(const Call& call, int32 a, int32 b) {
@@ -150,8 +153,8 @@ MOK_DEVICE bool wait_x_ready(const Call& call, int32 block, Signals<Worker>& sig
   }
   const int32 blocks = call.shape.is_minibatch_grain ? call.shape.blocks_per_slot() : 1;
   const int32 first_block = block / blocks * blocks;
-  const int32 end_block = min_of(first_block + blocks, num_rows(call) / call.shape.row_block);
-  for (int64 row = int64{first_block} * call.shape.row_block; row < int64{end_block} * call.shape.row_block; ++row) {
+  const int32 end_block = min_of(first_block + blocks, num_rows(call) / call.shape.row_block());
+  for (int64 row = int64{first_block} * call.shape.row_block(); row < int64{end_block} * call.shape.row_block(); ++row) {
     const int32 src_rank = call.schedule.peer_rank[row];
     if (src_rank >= 0 && !signals.wait_arrival(Edge::x_arrived, block / blocks, src_rank)) return false;
   }

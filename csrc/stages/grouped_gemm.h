@@ -114,9 +114,8 @@ struct GroupedGemm {
   MOK_DEVICE static GemmTile decode(const Call& call, const Task& task) {
     const Shape& s = call.shape;
     GemmTile tile;
-    tile.expert = kIsShared ? 0 : call.schedule.row_block_expert[task.block];
-    tile.num_rows = kIsShared ? min_of(s.row_block, call.num_tokens - task.block * s.row_block)
-                              : num_valid_rows(call, task.block, 0, s.row_block);
+    tile.expert = task.expert;
+    tile.num_rows = task.num_rows;
     tile.first_col = task.part * kTileCols;
     tile.num_cols = min_of(kTileCols, width(call) - tile.first_col);
     tile.num_k = kIsGateUp ? s.hidden_size : kIsShared ? s.shared_size : s.intermediate_size;
@@ -137,7 +136,7 @@ struct GroupedGemm {
   MOK_DEVICE static Operands operands(const Call& call, const Task& task, const GemmTile& tile) {
     Operands operands;
     operands.b_row = int64{tile.expert} * width(call) + tile.first_col;
-    operands.a_row = kIsShared ? int64{task.block} * call.shape.row_block : block_ring_row(call.shape, task.block);
+    operands.a_row = kIsShared ? int64{task.block} * call.shape.row_block() : block_ring_row(call.shape, task.block);
     if constexpr (kStage == Stage::gate_up) {
       const bool is_in_context =
           call.tensors.context_x && !call.shape.is_push_dispatch && block_macrobatch(call.shape, task.block) == 0;
@@ -194,7 +193,7 @@ struct GroupedGemm {
     const int32 end = (kIsShared || is_pushed) ? min_of(part.first_row + part.num_rows, tile.num_rows)
                                                : part.first_row + part.num_rows;
     const int32 first_col = tile.first_col + part.first_col;
-    const int64 pitch = width(call), first_row = int64{task.block} * call.shape.row_block + part.first_row;
+    const int64 pitch = width(call), first_row = int64{task.block} * call.shape.row_block() + part.first_row;
     bf16* block = is_pushed ? nullptr : plane_block(call, task, plane) + part.first_row * pitch + first_col;
     worker.copy_rows(
         end - part.first_row, part.num_cols * int64{sizeof(bf16)},
@@ -240,7 +239,7 @@ struct GroupedGemm {
                    : plane == Plane::gate ? t.context_shared_gate
                    : plane == Plane::up   ? t.context_shared_up
                                           : call.at<bf16>(Region::shared_hidden);
-      return base + int64{task.block} * call.shape.row_block * width(call);
+      return base + int64{task.block} * call.shape.row_block() * width(call);
     } else {
       if (plane == Plane::gate) return gate_row(call, task.block, 0);
       if (plane == Plane::up) return up_row(call, task.block, 0);

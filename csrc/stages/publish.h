@@ -25,7 +25,7 @@ struct Publish {
     if (task.part == 0) clear_next_bank(args, worker);
     bf16* published = call.at<bf16>(Region::x);
     if (published == call.tensors.x) return;  // the caller wrote the symmetric buffer itself
-    const int64 width = call.shape.hidden_size, first = int64{task.part} * kCopyRows;
+    const int64 width = call.shape.hidden_size, first = int64{task.part} * kPublishRows;
     worker.copy_rows(
         num_tokens(call, task), width * sizeof(bf16), [&](int32 i) { return published + (first + i) * width; },
         [&](int32 i) { return call.tensors.x + (first + i) * width; });
@@ -43,14 +43,14 @@ struct Publish {
 
  private:
   MOK_DEVICE static int32 num_tokens(const Call& call, const Task& task) {
-    return max_of(0, min_of(kCopyRows, call.num_tokens - task.part * kCopyRows));
+    return max_of(0, min_of(kPublishRows, call.num_tokens - task.part * kPublishRows));
   }
   // The counters of the next call were used by the one before this, which is over.
   template <class Worker>
   MOK_DEVICE static void clear_next_bank(const Args& args, Worker& worker) {
-    const Shape& s = args.call.shape;
-    Word* bank = args.call.at<Word>(Region::counters) + bank_start(false, (args.call_epoch + 1) & 1, s);
-    worker.for_each(bank_size(false, s), [&](int64 i) { bank[i] = 0; });
+    const Call& call = args.call;
+    Word* bank = call.at<Word>(Region::counters) + static_cast<int64>((args.call_epoch + 1) & 1) * call.call_bank;
+    worker.for_each(call.call_bank, [&](int32 i) { bank[i] = 0; });
   }
 };
 

@@ -14,9 +14,10 @@ struct Reduce {
   template <class Worker>
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
     const Call& call = args.call;
-    if (!signals.wait_all_ranks(Edge::done)) return false;
+    for (int32 src = 0; src < call.shape.num_ranks; ++src)
+      if (!signals.wait_rank_once(Edge::done, src, signals.seen_dones())) return false;
     if (!call.shape.shared_size || num_tokens(call, task) == 0) return true;
-    const int32 first = task.part * kReduceTokens / call.shape.row_block;
+    const int32 first = task.part * kReduceTokens / call.shape.row_block();
     return signals.wait_local(Edge::shared_ready, first, arrivals(Edge::shared_ready, call));
   }
 

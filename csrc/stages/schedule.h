@@ -142,8 +142,9 @@ struct ScheduleStage {
   MOK_DEVICE static void push_tile(const Args& args, Worker& worker, const ScheduleTask& task) {
     const Call& call = args.call;
     if (task.chunk == 0) {
-      Word* bank = call.at<Word>(Region::counters) + bank_start(true, (args.schedule_epoch + 1) & 1, call.shape);
-      worker.for_each(bank_size(true, call.shape), [&](int64 i) { bank[i] = 0; });
+      Word* bank = call.at<Word>(Region::counters) + 2 * call.call_bank +
+                   static_cast<int64>((args.schedule_epoch + 1) & 1) * call.schedule_bank;
+      worker.for_each(call.schedule_bank, [&](int32 i) { bank[i] = 0; });
       worker.for_each(call.shape.num_ranks,
                       [&](int64 dst) { *num_tokens_at(args, static_cast<int32>(dst), call.rank) = call.num_tokens; });
     }
@@ -194,9 +195,9 @@ struct ScheduleStage {
       call.schedule.peer_rank[row] = -1;
       call.schedule.peer_token_idx[row] = -1;
     });
-    worker.for_each(rows / s.row_block, [&](int64 block) {
+    worker.for_each(rows / s.row_block(), [&](int64 block) {
       int32 expert = 0;
-      while (call.schedule.segment_start[expert + 1] <= block * s.row_block) ++expert;
+      while (call.schedule.segment_start[expert + 1] <= block * s.row_block()) ++expert;
       call.schedule.row_block_expert[block] = expert;
     });
     worker.sync();
@@ -220,7 +221,7 @@ struct ScheduleStage {
       const int32 total = expert_total(call, call.rank * s.num_local_experts + local);
       schedule.segment_start[local] = static_cast<int32>(start);
       schedule.segment_num_rows[local] = total;
-      start += ceil_div(int64{total}, int64{s.row_block}) * s.row_block;
+      start += ceil_div(int64{total}, int64{s.row_block()}) * s.row_block();
     }
     for (int32 expert = 0; expert < s.num_experts(); ++expert) num_routes += totals_of(call, call.rank)[expert];
     // More rows than planned: none is placed, and the caller raises an error with both numbers.
@@ -240,7 +241,7 @@ struct ScheduleStage {
   MOK_DEVICE static void layout_windows(const Call& call) {
     const Shape& s = call.shape;
     const Schedule& schedule = call.schedule;
-    const int32 num_blocks = num_rows(call) / s.row_block, ring_blocks = s.ring_rows / s.row_block;
+    const int32 num_blocks = num_rows(call) / s.row_block(), ring_blocks = s.ring_rows / s.row_block();
     int32 window = 0, block = 0;
     for (int32 macrobatch = 0; macrobatch < num_generations(call); ++macrobatch) {
       const int32 end = min_of((macrobatch + 1) * ring_blocks, num_blocks);
@@ -248,7 +249,7 @@ struct ScheduleStage {
       while (block < end) {
         int32 next = min_of(block + s.blocks_per_slot(), end);
         if (!s.is_minibatch_grain && next < end) {
-          const int32 boundary = schedule.segment_start[schedule.row_block_expert[next]] / s.row_block;
+          const int32 boundary = schedule.segment_start[schedule.row_block_expert[next]] / s.row_block();
           if (boundary > block) next = boundary;
         }
         schedule.window_start[window++] = block;
@@ -294,7 +295,7 @@ struct ScheduleStage {
     if (owner == call.rank) return call.schedule.segment_start[expert % s.num_local_experts];
     int32 start = 0;
     for (int32 before = owner * s.num_local_experts; before < expert; ++before)
-      start += ceil_div(expert_total(call, before), s.row_block) * s.row_block;
+      start += ceil_div(expert_total(call, before), s.row_block()) * s.row_block();
     return start;
   }
   // All j-th routes of every rank, j < order, then those of lower ranks with j == order.

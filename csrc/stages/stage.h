@@ -28,7 +28,7 @@ struct Cost {
 MOK_DEVICE int32 num_valid_rows(const Call& call, int32 block, int32 first, int32 count) {
   const int32 expert = call.schedule.row_block_expert[block];
   const int64 segment_end = int64{call.schedule.segment_start[expert]} + call.schedule.segment_num_rows[expert];
-  const int64 valid = segment_end - (int64{block} * call.shape.row_block + first);
+  const int64 valid = segment_end - (int64{block} * call.shape.row_block() + first);
   return static_cast<int32>(max_of(int64{0}, min_of(valid, int64{count})));
 }
 

@@ -23,7 +23,7 @@ def reference(gate: Tensor, up: Tensor, limit: float | None = None) -> Tensor:
     With ``limit``, gate is first clamped from above at ``limit`` and up to [-limit, limit]. What is compared
     are the values of the input tensors (so the rounded BF16 gate and up, not the accumulators that they came
     from), against the limit in the precision of the computation. The gradient passes at equality and is zero
-    beyond, as in torch.clamp. 0.0 is a limit like any other.
+    beyond (torch.clamp's does so up to 2.13, not in 2.14). 0.0 is a limit like any other.
 
     Raises TypeError when the dtypes differ, ValueError when the shapes differ or the limit is negative or
     NaN.
@@ -33,7 +33,8 @@ def reference(gate: Tensor, up: Tensor, limit: float | None = None) -> Tensor:
     if dtype == torch.bfloat16:
         gate, up = gate.float(), up.float()
     if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        gate = torch.where(gate > limit, limit, gate)
+        up = torch.where(up > limit, limit, torch.where(up < -limit, -limit, up))
     return (gate * gate.sigmoid() * up).to(dtype)
 
 

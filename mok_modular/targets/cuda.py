@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ARCH = "sm_90a"
 DEFINE = "MOK_TARGET_SM90"
 MAX_LOCAL_RANKS = 8
-COPY_THREADS, COPY_CTAS_PER_SM = 512, 2
+COPY_THREADS, COPY_CTAS_PER_SM = 256, 3  # kThreads and kCtasPerSm of csrc/targets/cuda/worker.h
 GEMM_THREADS = 384
 ZEROED = frozenset({"words", "arrivals", "counters", "epochs", "num_tokens"})
 """Regions that start from zero; the others start full of NaN."""
@@ -112,24 +112,30 @@ class Device:
             self.functions = self._load()
 
     def _load(self) -> dict[str, Function]:
-        functions = {}
+        functions: dict[str, Function] = {}
         for kernel in (*COPY_KERNELS.values(), GEMM_KERNEL):
-            is_gemm = kernel is GEMM_KERNEL
-            cubin = nvrtc.compile_kernel(ARCH, kernel, DEFINE)
-            module = _check(_driver().cuModuleLoadData(cubin.data))
-            for entry in kernel.entries:
-                handle = _check(_driver().cuModuleGetFunction(module, entry.encode()))
-                num_smem_bytes = GEMM_SMEM_BYTES + 1024 if is_gemm else 0  # and room for its alignment
-                if num_smem_bytes:
-                    attribute = _driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                    _check(_driver().cuFuncSetAttribute(handle, attribute, num_smem_bytes))
-                functions[entry.removeprefix("mok_")] = Function(
-                    handle,
-                    GEMM_THREADS if is_gemm else COPY_THREADS,
-                    num_smem_bytes,
-                    1 if is_gemm else COPY_CTAS_PER_SM,
-                )
+            functions |= load_kernel(kernel, nvrtc.compile_kernel(ARCH, kernel, DEFINE))[0]
         return functions
+
+
+def load_kernel(kernel: nvrtc.Kernel, cubin: nvrtc.Cubin) -> tuple[dict[str, Function], Any]:
+    """Loads compiled code into the current context: its functions by name, and the CUmodule."""
+    is_gemm = kernel is GEMM_KERNEL
+    functions = {}
+    module = _check(_driver().cuModuleLoadData(cubin.data))
+    for entry in kernel.entries:
+        handle = _check(_driver().cuModuleGetFunction(module, entry.encode()))
+        num_smem_bytes = GEMM_SMEM_BYTES + 1024 if is_gemm else 0  # and room for its alignment
+        if num_smem_bytes:
+            attribute = _driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _check(_driver().cuFuncSetAttribute(handle, attribute, num_smem_bytes))
+        functions[entry.removeprefix("mok_")] = Function(
+            handle,
+            GEMM_THREADS if is_gemm else COPY_THREADS,
+            num_smem_bytes,
+            1 if is_gemm else COPY_CTAS_PER_SM,
+        )
+    return functions, module
 
 
 @cache
@@ -144,7 +150,7 @@ class CudaMemory:
     def __init__(self, num_ranks: int, device: torch.device) -> None:
         self.num_ranks = num_ranks
         self.device = device
-        self.regions: list[dict[str, Tensor]] = [{} for _ in range(num_ranks)]
+        self.regions: dict[int, dict[str, Tensor]] = {rank: {} for rank in range(num_ranks)}
         self.tables: list[Tensor] = []
         self.failures = torch.zeros(
             num_ranks, host.extension().struct_sizes()["Failure"], dtype=torch.uint8, pin_memory=True
@@ -154,7 +160,7 @@ class CudaMemory:
     def reserve(self, shape: Any) -> None:
         """Makes every region large enough; see Workspace::reserve in csrc/targets/host."""
         is_changed = False
-        for regions in self.regions:
+        for regions in self.regions.values():
             for name, num_bytes in shape.region_bytes().items():
                 if num_bytes > regions.get(name, _NOTHING).numel():
                     fill = 0 if name in ZEROED else 0xFF
@@ -162,7 +168,7 @@ class CudaMemory:
                     is_changed = True
         counters_of = (shape.region_bytes()["counters"], shape.capacity_rows, shape.ring_rows, shape.minibatch)
         if counters_of != self._counters_of:  # they stand at other offsets now
-            for regions in self.regions:
+            for regions in self.regions.values():
                 regions["counters"].zero_()
             self._counters_of = counters_of
         if is_changed or not self.tables:
@@ -185,7 +191,7 @@ class CudaMemory:
 
     def num_bytes(self) -> int:
         """Bytes of all regions of all ranks."""
-        return sum(region.numel() for regions in self.regions for region in regions.values())
+        return sum(region.numel() for regions in self.regions.values() for region in regions.values())
 
     def failure(self, rank: int) -> dict[str, Any]:
         """What a rank's kernels left for the host."""
@@ -194,10 +200,10 @@ class CudaMemory:
 
     def reset(self, shape: Any) -> None:
         """New epochs, above all old ones; counters from zero. The device must be idle."""
-        epochs = [regions["epochs"].view(torch.int64).tolist() for regions in self.regions]
+        epochs = [regions["epochs"].view(torch.int64).tolist() for regions in self.regions.values()]
         call, schedule, order, generation = (max(values) + 1 for values in zip(*epochs, strict=True))
         words = torch.tensor(host.extension().reset_words(shape, call, schedule), dtype=torch.int64)
-        for regions in self.regions:
+        for regions in self.regions.values():
             regions["epochs"].view(torch.int64).copy_(torch.tensor([call, schedule, order, generation]))
             regions["words"].view(torch.int64).copy_(words)
             for name in ("counters", "arrivals"):
@@ -212,6 +218,10 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 class CudaWorkspace(host.SharedWorkspace):
     """The memory of a LocalGroup on one GPU."""
 
+    ranks: Sequence[int]  # whose calls run in this process
+    functions: Mapping[str, Function]
+    timeout_factor = 1
+
     def __init__(
         self, group: LocalGroup, config: MoKConfig, num_local_tokens: int, hidden_size: int, topk: int
     ) -> None:
@@ -220,6 +230,8 @@ class CudaWorkspace(host.SharedWorkspace):
         check_plan(config)
         self.torch_device = torch.device(group.device)
         self.device = get_device(self.torch_device.index or 0)
+        self.functions = self.device.functions
+        self.ranks = range(group.size())
         self._maps: dict[tuple[Any, ...], bytes] = {}
         self._side: torch.cuda.Stream | None = None
         self.is_timing = False  # record an event pair around every kernel
@@ -250,26 +262,29 @@ class CudaWorkspace(host.SharedWorkspace):
         """Looks, without waiting, at what kernels of earlier calls left."""
         if self.failure is not None or not bool(self.native.failures.any()):
             return
-        failures = [self.native.failure(rank) for rank in range(self.num_ranks)]
-        for rank, failure in enumerate(failures):
+        self.failure = self._explain([self.native.failure(i) for i in range(len(self.ranks))])
+
+    def _explain(self, failures: Sequence[Mapping[str, Any]]) -> Exception | None:
+        """The error for what the kernels of `ranks` left, None if that is nothing yet."""
+        error: Exception | None = None
+        for rank, failure in zip(self.ranks, failures, strict=True):
             if failure["num_invalid_ids"]:
-                self.failure = ValueError(
+                error = ValueError(
                     f"top_experts of rank {rank} held {failure['num_invalid_ids']} ids out of range in an earlier call; "
                     "they were taken as -1 (no route)"
                 )
-        waits = [
-            dict(f, task=f"{f['block']}.{f['part']}") for f in failures if f["is_set"] and f["reason"] == "timeout"
-        ]
+        waits = open_waits(failures)
         for failure in failures:
             if failure["is_set"] and failure["reason"] == "mismatch":
-                self.failure = MoKPeerError(f"rank {failure['peer']} makes another call than rank {failure['rank']}")
+                error = MoKPeerError(f"rank {failure['peer']} makes another call than rank {failure['rank']}")
             elif failure["is_set"] and failure["reason"] == "capacity":
-                self.failure = ValueError(
+                error = ValueError(
                     f"{failure['want']} rows come to rank {failure['rank']}, but schedule_capacity_multiplier="
                     f"{self.config.schedule_capacity_multiplier} leaves room for {failure['have']}"
                 )
-        if waits:
-            self.failure = MoKTimeoutError(f"a wait expired in an earlier call; {host.culprit(waits)}", waits)
+        if any(failure["is_set"] and failure["reason"] == "timeout" for failure in failures):
+            error = MoKTimeoutError(f"a wait expired in an earlier call; {host.culprit(waits)}", waits)
+        return error
 
     def run(self, calls: Sequence[host.Call]) -> list[Exception | None]:
         """Enqueues the kernels of one call of every rank."""
@@ -286,7 +301,7 @@ class CudaWorkspace(host.SharedWorkspace):
         shape = self.shape(first.num_local_experts, first.capacity_rows, first.intermediate_size, first.shared_size)
         with torch.cuda.device(self.torch_device):
             self.native.reserve(shape)
-            programs = [self._program(rank, call, shape) for rank, call in enumerate(calls)]
+            programs = [self._program(rank, call, shape) for rank, call in zip(self.ranks, calls, strict=True)]
             self._launch_all(calls, shape, programs)
         return [None] * len(calls)
 
@@ -296,10 +311,10 @@ class CudaWorkspace(host.SharedWorkspace):
         call_set = host.extension().pack_calls(
             programs,
             [table.data_ptr() for table in self.native.tables],
-            [[self.native.address(rank, name) for name in names] for rank in range(self.num_ranks)],
-            [failures.data_ptr() + rank * failures.stride(0) for rank in range(self.num_ranks)],
-            calls[0].config.timeout_s,
-            calls[0].config.start_timeout_s,
+            [[self.native.address(rank, name) for name in names] for rank in self.ranks],
+            [failures.data_ptr() + i * failures.stride(0) for i in range(len(self.ranks))],
+            calls[0].config.timeout_s * self.timeout_factor,
+            calls[0].config.start_timeout_s * self.timeout_factor,
         )
         maps = self._all_maps(calls, shape) if calls[0].kind == "forward" else b""
         config, main = calls[0].config, torch.cuda.current_stream()
@@ -313,7 +328,7 @@ class CudaWorkspace(host.SharedWorkspace):
             if side is not None and is_last:
                 main.wait_stream(side)
             stream = side if side is not None and launch.stream == "comm" else main
-            function = self.device.functions[ENTRIES[launch.stages]]
+            function = self.functions[ENTRIES[launch.stages]]
             arguments = [call_set, host.extension().pack_launch(programs[0], i)]
             if function.num_smem_bytes:
                 arguments.append(maps)
@@ -377,10 +392,10 @@ class CudaWorkspace(host.SharedWorkspace):
     def _all_maps(self, calls: Sequence[host.Call], shape: Any) -> bytes:
         size = 128
         maps = bytearray(size * MAX_LOCAL_RANKS * len(MATRICES))
-        for rank, call in enumerate(calls):
-            for i, (address, dims) in enumerate(self._matrices(rank, call, shape)):
+        for index, call in enumerate(calls):
+            for i, (address, dims) in enumerate(self._matrices(self.ranks[index], call, shape)):
                 if address:
-                    at = size * (rank * len(MATRICES) + i)
+                    at = size * (index * len(MATRICES) + i)
                     maps[at : at + size] = self._map(address, dims)
         return bytes(maps)
 
@@ -412,6 +427,15 @@ class CudaWorkspace(host.SharedWorkspace):
                 self._maps.clear()
             found = self._maps[address, dims] = encode_map(address, dims)
         return found
+
+
+def open_waits(failures: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The waits that had expired or were open when the call ended, as rows of an error's table."""
+    return [
+        dict(failure, task=f"{failure['block']}.{failure['part']}")
+        for failure in failures
+        if failure["is_set"] and failure["reason"] in ("timeout", "aborted") and failure["edge"]
+    ]
 
 
 def encode_map(address: int, dims: tuple[int, ...]) -> bytes:

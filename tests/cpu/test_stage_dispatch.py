@@ -94,10 +94,8 @@ def test_what_is_wrong_is_named() -> None:
         dispatch.launch([xs[0], xs[1].half()], tables, topk=3)
     with pytest.raises(ValueError, match="direction must be 'pull' or 'push', got 'fetch'"):
         dispatch.launch(xs, tables, topk=3, direction="fetch")
-    with pytest.raises(ValueError, match="name routes beyond"):
-        dispatch.launch(
-            [xs[0], xs[1]], [schedule.reference([i[:3] for i in case.ids], num_experts=4)[0], tables[1]], topk=3
-        )
+    with pytest.raises(ValueError, match=r"route_rank and route_row must be \[T\*K\] = \[8\], got \[12\]"):
+        dispatch.launch(xs, tables, topk=2)
     with pytest.raises(ValueError, match="group has 3 ranks, the arguments are for 2"):
         dispatch.launch(xs, tables, topk=3, group=LocalGroup(3))
     with pytest.raises(ValueError, match=r"row_block must be one of \(128, 256\) here, got 64"):

@@ -45,13 +45,15 @@ nb::dict unpack_failure(nb::bytes bytes) {
   std::memcpy(&f, bytes.c_str(), sizeof(f));
   nb::dict d;
   d["is_set"] = f.is_set == 2;
-  d["reason"] = f.reason == kFailureMismatch ? "mismatch" : f.reason == kFailureCapacity ? "capacity" : "timeout";
+  constexpr const char* kReasons[] = {"", "timeout", "mismatch", "capacity", "aborted"};
+  d["reason"] = kReasons[f.reason];
+  d["raised_by"] = f.raised_by;
   d["num_invalid_ids"] = f.num_invalid_ids;
   d["rank"] = f.rank;
   d["stage"] = stage_name(static_cast<Stage>(f.stage));
   d["block"] = f.block;
   d["part"] = f.part;
-  d["edge"] = edge_name(static_cast<Edge>(f.edge));
+  d["edge"] = f.edge < 0 ? "" : edge_name(static_cast<Edge>(f.edge));
   d["index"] = f.index;
   d["peer"] = f.peer;
   d["have"] = f.have;

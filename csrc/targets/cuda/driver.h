@@ -13,7 +13,7 @@
 // starting at another one. CTAs are interchangeable: who comes draws the next task.
 #define MOK_KERNEL(name)                                                                                       \
   MOK_DEVICE void name##_body(const Args& args, const Launch& launch, mok::cuda::Worker& worker);              \
-  extern "C" __global__ void __launch_bounds__(mok::cuda::kThreads, 2)                                          \
+  extern "C" __global__ void __launch_bounds__(mok::cuda::kThreads, mok::cuda::kCtasPerSm)                                          \
       mok_##name(const __grid_constant__ CallSet set, const __grid_constant__ Launch launch) {                 \
     __shared__ int scratch[4];                                                                                 \
     for (int32 i = 0; i < set.num_calls; ++i) {                                                                \

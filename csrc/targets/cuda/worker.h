@@ -8,7 +8,8 @@
 
 namespace mok::cuda {
 
-constexpr int kThreads = 512;
+// Several small CTAs an SM: while one waits for its next ticket the others copy.
+constexpr int kThreads = 256, kCtasPerSm = 3;
 constexpr int kWarps = kThreads / 32;
 constexpr int kPollNs = 64;
 
@@ -20,24 +21,25 @@ struct Waiter {
 
   __device__ void begin() { started_ns = 0; }
 
-  // false: the wait has expired, and every rank was told.
+  // false: the wait has expired, and every rank was told, or the call was ended elsewhere.
   __device__ bool pause(const Args& args, const Wait& wait) {
+    const bool is_ended = is_aborted(args);
     const Word now = global_timer_ns();
     if (started_ns == 0) started_ns = now;
     const bool is_start = wait.edge == Edge::input_ready || wait.edge == Edge::topk_ready ||
-                          wait.edge == Edge::entered || wait.edge == Edge::done;
+                          wait.edge == Edge::entered || (wait.edge == Edge::done && task.stage == Stage::publish);
     const Word limit = is_start ? args.call.start_timeout_ns : args.call.timeout_ns;
-    if (limit == 0 || now - started_ns < limit) {
+    if (!is_ended && (limit == 0 || now - started_ns < limit)) {
       __nanosleep(kPollNs);
       return true;
     }
     // One late rank stalls every inner edge of the others: the inner clock starts when all have come.
-    if (!is_start && args.call.kind != CallKind::schedule && !all_have_published(args)) {
+    if (!is_ended && !is_start && args.call.kind != CallKind::schedule && !all_have_published(args)) {
       started_ns = now;
       return true;
     }
-    record(args, wait, kFailureTimeout);
-    raise_abort(args);
+    record(args, wait, is_ended ? kFailureAborted : kFailureTimeout);
+    if (!is_ended) raise_abort(args);
     return false;
   }
 
@@ -65,8 +67,10 @@ struct Waiter {
     failure->peer = wait.peer;
     failure->launch_idx = launch_idx;
     failure->index = wait.index;
-    failure->have = load_relaxed(wait.word);
-    failure->want = wait.want;
+    const bool is_mismatch = reason == kFailureMismatch;  // then the entered words say what each rank does
+    failure->have = load_relaxed(is_mismatch ? wait.peer_entered : wait.word);
+    failure->want = is_mismatch ? wait.own_entered : wait.want;
+    failure->raised_by = abort_raiser(args);
     fence_system();
     store_system(&failure->is_set, 2);  // complete
   }
@@ -124,7 +128,21 @@ class Worker {
     failure->want = static_cast<Word>(want);
     fence_system();
     store_system(&failure->is_set, 2);
+    raise_abort(args);  // rows that this rank does not take are missing elsewhere
   }
+  // The call was ended and no wait was open here.
+  __device__ void report_abort(const Args& args) {
+    Failure* failure = args.call.failure;
+    if (atomicCAS_system(&failure->is_set, Word{0}, Word{1}) != 0) return;
+    failure->reason = kFailureAborted;
+    failure->rank = args.call.rank;
+    failure->edge = failure->peer = -1;
+    failure->raised_by = abort_raiser(args);
+    fence_system();
+    store_system(&failure->is_set, 2);
+  }
+
+  SeenRanks seen_inputs, seen_dones;  // of this call
 
   __device__ void begin_task(const Task& task) { waiter_.task = task; }
 
@@ -149,7 +167,7 @@ class Worker {
     }
     __syncthreads();
     const bool result = scratch_[0];
-    *task = Task{static_cast<Stage>(scratch_[1]), scratch_[2], scratch_[3]};
+    *task = Task{static_cast<Stage>(scratch_[1]), scratch_[2], scratch_[3], 0, 0};
     __syncthreads();
     return result;
   }

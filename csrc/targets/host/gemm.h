@@ -35,8 +35,8 @@ void gemm_tile(const Call& call, Worker& worker, const Task& task) {
                       matrix_base(call, operands.b[1]) + operands.b_row * k};
 
   GemmScratch& scratch = gemm_scratch();
-  scratch.accumulators.assign(static_cast<std::size_t>(call.shape.row_block) * kAccCols, 0.0f);
-  scratch.tile.resize(static_cast<std::size_t>(call.shape.row_block) * S::kTileCols);
+  scratch.accumulators.assign(static_cast<std::size_t>(call.shape.row_block()) * kAccCols, 0.0f);
+  scratch.tile.resize(static_cast<std::size_t>(call.shape.row_block()) * S::kTileCols);
   float* acc = scratch.accumulators.data();
   multiply(tile.num_rows, tile.num_cols, S::kNumAccumulators, S::kTileCols, k, a, b, acc, scratch.a_panel,
            scratch.b_panel);
@@ -59,7 +59,7 @@ void gemm_tile(const Call& call, Worker& worker, const Task& task) {
       }
     }
     const long long element_end = now_ns();
-    const TilePart part{0, call.shape.row_block, 0, tile.num_cols, scratch.tile.data(), S::kTileCols};
+    const TilePart part{0, call.shape.row_block(), 0, tile.num_cols, scratch.tile.data(), S::kTileCols};
     S::store(call, worker, task, tile, plane, part);
     const long long store_end = now_ns();
     // A stage that lives in this epilogue gets its share of the time, so that tables show it in every plan.

@@ -178,7 +178,7 @@ void bind_shape(nb::module_& m) {
       .def_rw("intermediate_size", &Shape::intermediate_size)
       .def_rw("shared_size", &Shape::shared_size)
       .def_rw("num_local_experts", &Shape::num_local_experts)
-      .def_rw("row_block", &Shape::row_block)
+      .def_rw("row_block", &Shape::row_block_rows)
       .def_rw("minibatch", &Shape::minibatch)
       .def_rw("capacity_rows", &Shape::capacity_rows)
       .def_rw("ring_rows", &Shape::ring_rows)
@@ -207,6 +207,7 @@ void bind_program(nb::module_& m) {
             Call& call = self->call;
             call.kind = kind == "schedule" ? CallKind::schedule : CallKind::forward;
             call.shape = shape;
+            call.place_counters();
             call.rank = rank;
             call.num_tokens = num_tokens;
             call.fingerprint = fingerprint;
@@ -262,13 +263,13 @@ void gemm(std::uintptr_t a, std::uintptr_t b, std::uintptr_t out, int num_rows, 
 }
 
 std::vector<std::tuple<int, int, int, int, int>> ring_table(const Shape& shape, int num_rows) {
-  std::vector<int32> counts(kNumCounts, 0), table(static_cast<std::size_t>(num_rows / shape.row_block) * 5);
+  std::vector<int32> counts(kNumCounts, 0), table(static_cast<std::size_t>(num_rows / shape.row_block()) * 5);
   counts[kCountRows] = num_rows;
   Call call;
   call.shape = shape;
   call.schedule.counts = counts.data();
   std::vector<std::tuple<int, int, int, int, int>> out;
-  for (int32 block = 0; block < num_rows / shape.row_block; ++block) {
+  for (int32 block = 0; block < num_rows / shape.row_block(); ++block) {
     kernels::ring_block(call, block, table.data());
     const int32* row = table.data() + 5 * block;
     out.emplace_back(row[0], row[1], row[2], row[3], row[4]);

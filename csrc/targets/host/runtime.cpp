@@ -19,7 +19,9 @@ void Worker::begin_wait(const Wait& wait) {
   wait_started_ns_ = now_ns();
   runtime_.park(*this, wait);
 }
-bool Worker::pause(const Args& args, const Wait& wait) { return runtime_.pause(*this, args, wait); }
+bool Worker::pause(const Args& args, const Wait& wait) {
+  return runtime_.pause(*this, args, wait) && !is_aborted(args);
+}
 void Worker::end_wait(const Wait& wait) {
   stats(task_.stage).wait_ns += now_ns() - wait_started_ns_;
   if (!wait.is_satisfied()) runtime_.record_wait(*this, wait);

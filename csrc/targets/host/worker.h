@@ -79,10 +79,13 @@ class Worker {
   // Python checks both here: ids before the call, counts after it.
   void report_invalid_id(const Args&) {}
   void report_overflow(const Args&, int64 /*want*/) {}
+  void report_abort(const Args&) {}  // the run's result says it
 
   // ---- trace ----
   void begin_task(const Task& task) { task_ = task; }
   const Task& task() const { return task_; }
+  SeenRanks seen_inputs, seen_dones;  // of this call
+
   StageStats& stats(Stage stage) { return stats_[static_cast<int>(stage)]; }
   void count(Stage stage, const Cost& cost) {
     StageStats& s = stats(stage);

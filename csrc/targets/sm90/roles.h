@@ -1,8 +1,7 @@
 // The role loops of a GEMM kernel on Hopper, for any GEMM stage of stages/grouped_gemm.h.
 //
-// One CTA an SM, 384 threads. Warp group 0 (40 registers): a scheduler thread draws tasks and decodes them, a
-// producer thread waits for what a task needs and loads its operands by TMA, a publisher thread says that a tile
-// is stored. Warp groups 1 and 2 (232 registers) multiply, tile about: each owns a 128 x 128 accumulator tile (two
+// One CTA an SM, 384 threads. Warp group 0 (40 registers): a scheduler thread draws tasks and waits for what
+// they need, a producer thread loads operands by TMA, a publisher thread says that a tile is stored. Warp groups 1 and 2 (232 registers) multiply, tile about: each owns a 128 x 128 accumulator tile (two
 // m64n128), and while one stores its tile the other multiplies. Roles meet at mbarriers only.
 //
 // Why ping-pong: measured on an H200 against one 128 x 256 tile shared by both groups, geometric mean over 24
@@ -33,9 +32,15 @@ constexpr uint32 kStagingBytes = 16 * kStagingPitch * sizeof(bf16);
 
 // What the scheduler sends to the other roles.
 struct alignas(16) Message {
-  int32 has_task;  // 0: no more tasks in this call
+  int32 state;  // MessageState
   int32 block, part;
   int32 num_rows, first_col, num_cols, num_k, expert;
+};
+
+enum MessageState : int32 {
+  kNoMoreTasks,  // in this call
+  kReady,
+  kNotReady,  // a wait of the tile's was false: it is computed, from whatever is there, but nothing of it may leave
 };
 
 struct alignas(1024) Shared {
@@ -43,7 +48,6 @@ struct alignas(1024) Shared {
   unsigned char b[kNumStages][kBBytes];
   alignas(16) unsigned char staging[8][kStagingBytes];
   Message messages[kTaskSlots];
-  int32 is_ready[kTileSlots];  // 0: a wait of the tile's was false, so nothing of it may leave
   uint64 full[kNumStages], empty[kNumStages];
   uint64 message_full[kTaskSlots], message_empty[kTaskSlots];
   uint64 stored[kTileSlots];
@@ -83,6 +87,7 @@ class RoleWorker {
   MOK_DEVICE void end_wait(const Wait&) {}
   MOK_DEVICE void fail(const Args& args, const Wait& wait) { waiter_.fail(args, wait); }
   MOK_DEVICE bool may_publish(Edge, int64, int32) { return true; }
+  SeenRanks seen_inputs, seen_dones;
 
  private:
   cuda::Waiter waiter_;
@@ -162,19 +167,23 @@ class Roles {
     }
   }
 
-  // ---- scheduler: a task ahead of the others ----
+  // ---- scheduler: draws, decodes and waits, up to kTaskSlots tiles ahead of the others ----
+  // Measured: with the wait in the producer, its poll and fences emptied the operand ring at every tile (about 7,000 cycles).
   MOK_DEVICE void schedule() {
     Position<kTaskSlots> slot;
     RoleWorker worker(launch_.launch_idx);
     for_each_call([&](int32, const Args& args) {
+      Signals<RoleWorker> signals(args, worker);
       Tasks tasks(args, launch_, Role::any);
       bool has_task = true;
       while (has_task) {
-        mbarrier_wait(address(&shared_.message_empty[slot.slot]), slot.phase ^ 1);
         Task task;
         has_task = tasks.next(worker, &task);
+        worker.begin_task(task);
+        const bool is_ready = has_task && S::needs(args, task, signals);
+        mbarrier_wait(address(&shared_.message_empty[slot.slot]), slot.phase ^ 1);
         Message& message = shared_.messages[slot.slot];
-        message.has_task = has_task;
+        message.state = !has_task ? kNoMoreTasks : is_ready ? kReady : kNotReady;
         if (has_task) {
           const GemmTile tile = S::decode(args.call, task);
           message.block = task.block;
@@ -193,32 +202,26 @@ class Roles {
 
   // By one thread, or by a warp whose first lane frees the slot.
   template <bool kIsWarp>
-  MOK_DEVICE bool read(Position<kTaskSlots>& slot, Task* task, GemmTile* tile) {
+  MOK_DEVICE MessageState read(Position<kTaskSlots>& slot, Task* task, GemmTile* tile) {
     mbarrier_wait(address(&shared_.message_full[slot.slot]), slot.phase);
     const Message message = shared_.messages[slot.slot];
     if (kIsWarp) __syncwarp();
     if (!kIsWarp || lane_idx() == 0) mbarrier_arrive(address(&shared_.message_empty[slot.slot]));
     slot.advance();
-    *task = Task{S::kStage, message.block, message.part};
+    *task = Task{S::kStage, message.block, message.part, message.expert, message.num_rows};
     *tile = GemmTile{message.expert, message.num_rows, message.first_col, message.num_cols, message.num_k};
-    return message.has_task != 0;
+    return static_cast<MessageState>(message.state);
   }
 
-  // ---- producer: waits for what the task needs, then keeps the operand ring full, across tiles ----
+  // ---- producer: keeps the operand ring full, across tiles ----
   MOK_DEVICE void produce() {
     Position<kTaskSlots> slot;
     Position<kNumStages> stage;
-    uint32 num_tiles = 0;
-    RoleWorker worker(launch_.launch_idx);
     for_each_call([&](int32 index, const Args& args) {
-      Signals<RoleWorker> signals(args, worker);
       Task task;
       GemmTile tile;
-      while (read<false>(slot, &task, &tile)) {
-        worker.begin_task(task);
-        // After a false wait the tile is still loaded and multiplied: what it reads is local, and nothing of it leaves.
-        shared_.is_ready[num_tiles++ % kTileSlots] = S::needs(args, task, signals);
-        fence_proxy_async();  // generic writes of others, acquired above, before our TMA reads
+      while (read<false>(slot, &task, &tile) != kNoMoreTasks) {
+        fence_proxy_async();  // generic writes of others, acquired by the scheduler, before our TMA reads
         load(index, args.call, task, tile, stage);
       }
     });
@@ -257,7 +260,9 @@ class Roles {
     for_each_call([&](int32, const Args& args) {
       Task task;
       GemmTile tile;
-      while (read<true>(slot, &task, &tile)) {
+      for (;;) {
+        const MessageState state = read<true>(slot, &task, &tile);
+        if (state == kNoMoreTasks) break;
         const uint32 tile_slot = num_tiles % kTileSlots, owner = num_tiles & 1;
         ++num_tiles;
         const uint32 num_blocks = static_cast<uint32>(tile.num_k) / kBlockK;
@@ -272,7 +277,7 @@ class Roles {
           multiply<1>(acc, stage, num_blocks);
         named_arrive(kTurn + (group ^ 1), 256);
         finish(acc, stage);
-        if (shared_.is_ready[tile_slot]) store(args.call, task, tile, acc, staging, warp);
+        if (state == kReady) store(args.call, task, tile, acc, staging, warp);
         __syncwarp();
         if (lane_idx() == 0) mbarrier_arrive(address(&shared_.stored[tile_slot]));
       }
@@ -368,10 +373,11 @@ class Roles {
       Signals<RoleWorker> signals(args, worker);
       Task task;
       GemmTile tile;
-      while (read<false>(slot, &task, &tile)) {
-        worker.begin_task(task);
+      for (;;) {
+        const MessageState state = read<false>(slot, &task, &tile);
+        if (state == kNoMoreTasks) break;
         mbarrier_wait(address(&shared_.stored[tile_slot.slot]), tile_slot.phase);
-        if (shared_.is_ready[tile_slot.slot]) S::publishes(args, task, signals);
+        if (state == kReady) S::publishes(args, task, signals);
         tile_slot.advance();
       }
       leave_last_group(args, launch_, worker);

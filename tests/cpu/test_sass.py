@@ -1,0 +1,146 @@
+"""Compiles every kernel of the sm_90a target and reads the machine code: what ptxas does without a word shows only there.
+
+Needs no GPU; needs the wheels nvidia-cuda-nvrtc, cuda-bindings, nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="compiling for a GPU needs cuda-bindings and nvidia-cuda-nvrtc")
+
+from mok_modular import nvrtc
+from mok_modular.plan import all_plans
+from mok_modular.targets import cuda
+
+MAX_REGISTERS = {"copy": 80, "gemm": 168}
+MAX_SPILL_BYTES = {"copy": 64, "gemm": 0}  # the leader's slow path may spill a few words; a role loop may not
+MAX_SMEM_BYTES = 227 * 1024
+
+
+def find_tool(name: str) -> str:
+    """A CUDA binary utility: from its wheel, or from a toolkit."""
+    site = Path(sysconfig.get_paths()["purelib"])
+    for path in (site / "nvidia/cu13/bin" / name, site / f"nvidia/{name}/bin/{name}"):
+        if path.is_file():
+            return str(path)
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed (wheel nvidia-cuda-{name})")
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Everything is compiled anew, once."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("MOK_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+    yield
+    patch.undo()
+
+
+def compiled(kernel: nvrtc.Kernel) -> nvrtc.Cubin:
+    return nvrtc.compile_kernel(cuda.ARCH, kernel, cuda.DEFINE)
+
+
+def disassemble(cubin: nvrtc.Cubin, folder: Path) -> dict[str, str]:
+    """Machine code by kernel."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin.data)
+    disassembler = Path(find_tool("nvdisasm"))
+    text = subprocess.run(
+        [find_tool("cuobjdump"), "-sass", str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PATH": f"{disassembler.parent}:/usr/bin:/bin"},
+    ).stdout
+    parts = re.split(r"Function : (\w+)", text)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def ptxas_report(cubin: nvrtc.Cubin) -> dict[str, tuple[int, int]]:
+    """Registers and spilled bytes by kernel, from ptxas' remarks."""
+    report = {}
+    for block in cubin.log.split("Compiling entry function ")[1:]:
+        name = re.match(r"'(\w+)'", block)
+        registers = re.search(r"Used (\d+) registers", block)
+        spills = re.search(r"(\d+) bytes spill stores", block)
+        assert name and registers and spills, block
+        report[name[1]] = (int(registers[1]), int(spills[1]))
+    return report
+
+
+ALL = {**{name: (kernel, "copy") for name, kernel in cuda.COPY_KERNELS.items()}, "gemm": (cuda.GEMM_KERNEL, "gemm")}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_kernel(name: str, tmp_path: Path) -> None:
+    kernel, kind = ALL[name]
+    cubin = compiled(kernel)
+    assert not re.search(r"C75\d\d", cubin.log), "ptxas gave up a register budget or serialised the products"
+    report = ptxas_report(cubin)
+    assert set(report) == set(kernel.entries)
+    for entry, (registers, spilled) in report.items():
+        assert registers <= MAX_REGISTERS[kind], f"{entry}: {registers} registers"
+        assert spilled <= MAX_SPILL_BYTES[kind], f"{entry}: {spilled} bytes spilled"
+    for entry, code in disassemble(cubin, tmp_path).items():
+        assert "CONSTANT" not in "".join(re.findall(r"LDG\S*", code)), f"{entry} reads a region past the acquire"
+        if kind == "gemm":
+            check_gemm(entry, code)
+        else:
+            assert re.search(r"LDG\.E\.128|LDG\.E\.[A-Z.]*128", code) or name == "schedule", f"{entry} copies in small words"
+
+
+def check_gemm(entry: str, code: str) -> None:
+    assert code.count("HGMMA") > 0, f"{entry} has no wgmma"
+    assert code.count("USETMAXREG") == 2, f"{entry}: setmaxnreg was ignored"
+    assert not re.search(r"\bF?MMA\b|HMMA", code), f"{entry} multiplies on a slower path"
+    # One wait a k block: between two waits stand the HGMMAs of at least one block.
+    waits = code.count("WARPGROUP.DEPBAR")
+    assert waits * 4 <= code.count("HGMMA"), f"{entry}: {waits} waits for {code.count('HGMMA')} HGMMA"
+
+
+def test_shared_memory_fits() -> None:
+    assert cuda.GEMM_SMEM_BYTES + 1024 <= MAX_SMEM_BYTES
+
+
+def test_every_plan_has_kernels_or_says_that_it_has_none() -> None:
+    from mok_modular import MoKConfig
+
+    supported = 0
+    for plan in all_plans():
+        config = MoKConfig(mode=str(plan))
+        if all(group in cuda.ENTRIES for group in plan.groups):
+            cuda.check_plan(config)
+            supported += 1
+        else:
+            with pytest.raises(ValueError, match="has no kernel"):
+                cuda.check_plan(config)
+    assert supported == 4
+
+
+def test_cache_is_used_verified_and_repaired() -> None:
+    kernel = cuda.COPY_KERNELS["publish"]
+    first = compiled(kernel)
+    again = compiled(kernel)
+    assert again.is_from_cache
+    assert (again.data, again.log) == (first.data, first.log)
+    content = bytearray(again.path.read_bytes())
+    content[-1] ^= 1
+    again.path.write_bytes(content)
+    repaired = compiled(kernel)
+    assert not repaired.is_from_cache, "a damaged file was believed"
+    assert repaired.data == first.data
+
+
+def test_a_source_that_does_not_compile_shows_the_log() -> None:
+    broken = nvrtc.Kernel("split/publish.cu", ("mok_publish",), ("Publish=Nonsense",))
+    with pytest.raises(nvrtc.CompileError, match=r"publish\.cu does not compile"):
+        compiled(broken)
