@@ -27,7 +27,7 @@ def describe() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "mok_modular": mok_modular.__version__,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
         "commit": os.environ.get("MOK_COMMIT") or _run("git", "rev-parse", "--short=12", "HEAD"),
     }
 
@@ -43,7 +43,7 @@ def write_results(group: str, payload: dict[str, Any], folder: Path | None = Non
     """Writes <group>-<YYYYMMDD-HHMM>.json to $MOK_RESULTS or benchmarks/results."""
     folder = folder or Path(os.environ.get("MOK_RESULTS", RESULTS))
     folder.mkdir(parents=True, exist_ok=True)
-    stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%d-%H%M")
+    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M")
     path = folder / f"{group}-{stamp}.json"
     path.write_text(json.dumps({"machine": describe(), **payload}, indent=1) + "\n")
     return path

@@ -64,9 +64,9 @@ struct Shape {
   int32 shared_size = 0;  // 0: no shared expert
   int32 num_local_experts = 0;
   int32 row_block_rows = 128;  // see row_block()
-  int32 minibatch = 4096;   // rows of a ring slot
-  int32 capacity_rows = 0;  // rows that a schedule may hold, padding included
-  int32 ring_rows = 0;      // rows of one generation
+  int32 minibatch = 4096;      // rows of a ring slot
+  int32 capacity_rows = 0;     // rows that a schedule may hold, padding included
+  int32 ring_rows = 0;         // rows of one generation
   bool is_push_dispatch = false;
   bool is_pull_combine = false;
   bool is_minibatch_grain = false;  // signals of x_ready and y_ready: per minibatch slot
@@ -350,7 +350,7 @@ struct Call {
   float swiglu_limit = 0.0f;
   Schedule schedule = {};
   Tensors tensors = {};
-  char* own[kNumRegions] = {};     // this rank's regions
+  char* own[kNumRegions] = {};  // this rank's regions
   // Where an edge's counters start in bank 0, and how far bank 1 is: computed once by the host, since the sums
   // behind them are hundreds of instructions in every wait.
   int32 counter_start[kNumEdges] = {};

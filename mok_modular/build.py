@@ -1,15 +1,19 @@
-"""Which targets this installation can run, and how they were compiled.
+"""Which targets this installation has, and how they were compiled.
 
-The host target is compiled when the package is installed, so there is nothing to do here but to say whether
-the extension loads and what made it.
+The host target is compiled when the package is installed, so there is nothing to do for it but to say whether the
+extension loads and what made it. GPU targets are compiled at run time; here they are compiled ahead, into the cache
+that a run reads, without a GPU and without a CUDA toolkit.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
 from dataclasses import dataclass
 
-TARGETS = ("host",)
+from mok_modular.plan import Plan
+
+TARGETS = ("host", "sm_90a")
 """The targets that this version has."""
 
 REINSTALL = "install the package again with a C++20 compiler on PATH: pip install --force-reinstall --no-deps ."
@@ -58,3 +62,58 @@ def host_build_info() -> BuildInfo:
         build_hash=str(info["hash"]),
         path=str(host.__file__),
     )
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """One kernel of a GPU target as ptxas left it; `path` is its file in the cache."""
+
+    kernel: str
+    source: str
+    num_registers: int
+    num_spill_bytes: int
+    is_from_cache: bool
+    path: str
+
+
+def compile_plans(target: str, plans: list[Plan]) -> list[CompiledKernel]:
+    """Compiles every kernel that the forward of `plans` launches on a GPU target.
+
+    Raises ValueError for another target or a plan without kernels there, ImportError where NVRTC is missing,
+    nvrtc.CompileError where it refuses a source.
+    """
+    from mok_modular import nvrtc
+    from mok_modular.config import MoKConfig
+    from mok_modular.targets import cuda
+
+    if target != cuda.ARCH:
+        raise ValueError(f"target {target!r} is not compiled at run time; {cuda.ARCH} is")
+    entries = {"schedule"}
+    for plan in plans:
+        cuda.check_plan(MoKConfig(mode=str(plan)))
+        entries |= {cuda.ENTRIES[launch.stages] for launch in plan.launches(1, has_shared=True)}
+    report = []
+    for kernel in (*cuda.COPY_KERNELS.values(), cuda.GEMM_KERNEL):
+        names = [entry.removeprefix("mok_") for entry in kernel.entries]
+        if not entries.intersection(names):
+            continue
+        cubin = nvrtc.compile_kernel(cuda.ARCH, kernel, cuda.DEFINE)
+        remarks = _ptxas_remarks(cubin.log)
+        report += [
+            CompiledKernel(name, kernel.source, *remarks[f"mok_{name}"], cubin.is_from_cache, str(cubin.path))
+            for name in names
+            if name in entries
+        ]
+    return report
+
+
+def _ptxas_remarks(log: str) -> dict[str, tuple[int, int]]:
+    """Registers and spilled bytes of every kernel in a log of ptxas -v."""
+    remarks = {}
+    for block in log.split("Compiling entry function ")[1:]:
+        name = re.match(r"'(\w+)'", block)
+        num_registers = re.search(r"Used (\d+) registers", block)
+        num_spill_bytes = re.search(r"(\d+) bytes spill stores", block)
+        if name and num_registers and num_spill_bytes:
+            remarks[name[1]] = (int(num_registers[1]), int(num_spill_bytes[1]))
+    return remarks

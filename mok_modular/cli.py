@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mok_modular.build import TARGETS, BuildError, check_target, host_build_info
+from mok_modular.build import TARGETS, BuildError, check_target, compile_plans, host_build_info
 from mok_modular.config import PRESETS, MoEShape, MoKConfig
 from mok_modular.errors import MoKPeerError, MoKTimeoutError, format_table
+from mok_modular.nvrtc import CompileError
 from mok_modular.plan import Plan, all_plans
 from mok_modular.testing import MAX_RATIO
 
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(args.command(args))
     except (ValueError, FileNotFoundError, IsADirectoryError, PermissionError) as error:
         parser.exit(2, f"mok-modular {args.name}: error: {_one_line(error)}\n")
-    except (MoKTimeoutError, MoKPeerError, BuildError) as error:
+    except (MoKTimeoutError, MoKPeerError, BuildError, ImportError, CompileError) as error:
         print(f"mok-modular {args.name}: {type(error).__name__}: {error}", file=sys.stderr)
         if args.json:
             _print_json({"ok": False, "error": str(error)})
@@ -85,8 +86,16 @@ def _make_parser() -> _Parser:
     stages = commands.add_parser("stages", help="the stages, their contracts and the active implementation")
     stages.set_defaults(command=_stages)
 
-    build = commands.add_parser("build", help="how a target was compiled")
-    build.add_argument("--target", default="host", help=f"one of: {', '.join(TARGETS)} (default: host)")
+    build = commands.add_parser("build", help="compiles GPU targets ahead of time; how the host target was compiled")
+    build.add_argument(
+        "--target", default="host", help=f"of: {', '.join(TARGETS)}; several joined by ',' (default: host)"
+    )
+    which = build.add_mutually_exclusive_group()
+    which.add_argument(
+        "--split", dest="plan", action="store_const", const="split", help="the kernels of the split plan"
+    )
+    which.add_argument("--fused", dest="plan", action="store_const", const="fused", help="those of the fused plan")
+    which.add_argument("--plan", metavar="PLAN", help="those of a plan such as 'dispatch|gate_up+swiglu|down|combine'")
     build.set_defaults(command=_build)
 
     doctor = commands.add_parser("doctor", help="what is wrong with the installation and how to mend it")
@@ -234,13 +243,27 @@ def _stages(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace) -> int:
-    check_target(args.target)
-    info = host_build_info()
+    targets = [check_target(target) for target in args.target.split(",")]
+    plans = [Plan.parse(args.plan)] if args.plan else [Plan.parse("split")]
+    report: dict[str, Any] = {"ok": True}
+    for target in targets:
+        if target == "host":
+            report["host"] = dataclasses.asdict(host_build_info())
+        else:
+            print(f"compiling for {target} ...", file=sys.stderr, flush=True)
+            report[target] = [dataclasses.asdict(kernel) for kernel in compile_plans(target, plans)]
     if args.json:
-        _print_json({"ok": True, **dataclasses.asdict(info)})
-    else:
-        print("The host target is compiled when the package is installed; the extension loads.")
-        print(format_table(("what", "value"), dataclasses.asdict(info).items()))
+        _print_json(report)
+        return 0
+    for target in targets:
+        if target == "host":
+            print("The host target is compiled when the package is installed, for every plan; the extension loads.")
+            print(format_table(("what", "value"), report["host"].items()))
+        else:
+            columns = ("kernel", "source", "num_registers", "num_spill_bytes", "is_from_cache")
+            print(f"{target}, plan {plans[0]}:")
+            print(format_table(columns, [[row[column] for column in columns] for row in report[target]]))
+            print(f"cache: {Path(report[target][0]['path']).parent}")
     return 0
 
 

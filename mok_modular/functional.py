@@ -222,7 +222,7 @@ def forward(
 def _tell_peers(workspace: Workspace, name: str, error: Exception) -> None:
     """This rank's part of a call whose arguments were wrong: its peers raise a MoKPeerError, the next call works."""
     if isinstance(workspace, Workspace):
-        workspace.meet(name, error, lambda payloads: payloads)
+        workspace.meet(name, error, lambda payloads: payloads, is_checked_later=True)
 
 
 def _run(workspace: Workspace, calls: Sequence[Any], name: str) -> list[Any]:

@@ -20,9 +20,10 @@ class MoE(nn.Module):
     w_routed_up [El, I, H], w_routed_down [El, H, I]; w_shared_gate, w_shared_up [S, H], w_shared_down [H, S] where
     shared_intermediate_size = S > 0. Expert e starts from the same values whatever R is, by torch.initial_seed().
 
-    group: a LocalMember (or a LocalGroup of one rank). precision: "bf16". swiglu_limit: clamps gate above and up
-    on both sides; None: no clamp. num_local_tokens: the largest T of any rank in any call; None: the ranks agree on the
-    largest T of their first call, and a larger one later is a ValueError (`layer.workspace.grow` makes room).
+    group: a LocalMember, a LocalGroup of one rank or a torch ProcessGroup. precision: "bf16". swiglu_limit: clamps gate
+    above and up on both sides; None: no clamp. num_local_tokens: the largest T of any rank in any call; None: the ranks
+    agree on the largest T of their first call, and a larger one later is a ValueError (`layer.workspace.grow` makes
+    room).
 
     This version has no backward: calls run under torch.no_grad().
 
@@ -103,6 +104,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, expert_ids: Tensor, router_weights: Tensor) -> Tensor:
         """x [T, H] bf16, expert_ids [T, K] int32 or int64 (-1 = no route), router_weights [T, K] float32 -> [T, H]
         bf16. Strided inputs are copied. T may differ by rank. Raises as functional.build_schedule and forward do."""
+        self._check_tensors(x=x, expert_ids=expert_ids, router_weights=router_weights)
         needs_grad = x.requires_grad or router_weights.requires_grad or self.w_routed_gate.requires_grad
         if torch.is_grad_enabled() and needs_grad:
             raise RuntimeError("this version has no backward: call the layer under torch.no_grad()")
@@ -128,6 +130,17 @@ class MoE(nn.Module):
             save_context=False,
         )
         return output
+
+    def _check_tensors(self, **tensors: Any) -> None:
+        """What would fail before the first collective call: the peers hear of it all the same."""
+        for name, tensor in tensors.items():
+            if isinstance(tensor, Tensor) and tensor.dim() == 2:
+                continue
+            what = f"{list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            kind = ValueError if isinstance(tensor, Tensor) else TypeError
+            error = kind(f"{name} must be a tensor of two dimensions, got {what}")
+            group, rank = self.member.group, self.member.rank()
+            group.meet(rank, "MoE.forward", error, lambda payloads: payloads, self.config.start_timeout_s)
 
     @property
     def workspace(self) -> Workspace:

@@ -143,7 +143,9 @@ def compile_source(
     text = (root / source).read_bytes()
     program = _checked(nvrtc, nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], []))
     try:
-        encoded = [option.encode() for option in [*options, *(f"--include-path={each}" for each in (root, *include_dirs))]]
+        encoded = [
+            option.encode() for option in [*options, *(f"--include-path={each}" for each in (root, *include_dirs))]
+        ]
         (code,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
         log = b" " * _checked(nvrtc, nvrtc.nvrtcGetProgramLogSize(program))
         _checked(nvrtc, nvrtc.nvrtcGetProgramLog(program, log))

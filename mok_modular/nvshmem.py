@@ -9,6 +9,8 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,20 +42,34 @@ class Runtime:
         self._bindings = bindings
         self._ranks = ranks
         self._modules: set[int] = set()
+        self._num_blocks = 0
+        self._dropped: dict[int, int] = {}  # address by number, of blocks that no tensor of this process uses
 
-    def allocate(self, num_bytes: int) -> int:
-        """The address of a new symmetric block. Collective, with the same size. Raises MemoryError."""
+    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        """A new symmetric block as a flat uint8 tensor. Collective, with the same size everywhere.
+
+        Nobody gives memory back alone: a block whose tensors are gone waits for `release`. Raises MemoryError.
+        """
         address = int(self._bindings.malloc(num_bytes))
         if not address:
             raise MemoryError(
                 f"NVSHMEM's symmetric heap has no room for {num_bytes} bytes more (NVSHMEM_SYMMETRIC_SIZE, "
                 "NVSHMEM_MAX_MEMORY_PER_GPU)"
             )
-        return address
+        number = self._num_blocks
+        self._num_blocks += 1
+        memory = _Memory(address, num_bytes)
+        weakref.finalize(memory, self._dropped.__setitem__, number, address)
+        return torch.as_tensor(memory, device=device)
 
-    def free(self, address: int) -> None:
-        """Gives a block back. Collective, in the same order everywhere."""
-        self._bindings.free(address)
+    def dropped(self) -> set[int]:
+        """Numbers of the blocks that this process does not use any more. The device must be idle."""
+        return set(self._dropped)
+
+    def release(self, numbers: Iterable[int]) -> None:
+        """Gives back blocks that every rank has dropped. Collective, with the same numbers."""
+        for number in sorted(numbers):
+            self._bindings.free(self._dropped.pop(number))
 
     def peer_address(self, address: int, rank: int) -> int:
         """Where this process sees `rank`'s copy of a symmetric block; 0 where its memory cannot be reached."""
@@ -83,7 +99,9 @@ class Runtime:
             return
         self._ranks.post("leaving", True)
         everybody = range(self._ranks.size())
-        if len(self._ranks.reports("leaving", everybody, LEAVE_PATIENCE_S)) == self._ranks.size():
+        is_complete = len(self._ranks.reports("leaving", everybody, LEAVE_PATIENCE_S)) == self._ranks.size()
+        # One decision for all: a rank that finalizes waits for the others without end.
+        if self._ranks.decide("leave", "finalize" if is_complete else "skip") == "finalize":
             self._bindings.hostlib_finalize()
 
 
@@ -96,8 +114,8 @@ def start(ranks: ProcessRanks, timeout_s: float) -> Runtime:
     if _runtime is not None:
         if _runtime.global_ranks != ranks.global_ranks():
             raise RuntimeError(
-                f"NVSHMEM runs over the ranks {_runtime.global_ranks} in this process, and a process has one NVSHMEM: a "
-                f"group of the ranks {ranks.global_ranks()} cannot have another"
+                f"NVSHMEM runs over the ranks {_runtime.global_ranks} in this process, and a process has one NVSHMEM: "
+                f"a group of the ranks {ranks.global_ranks()} cannot have another"
             )
         return _runtime
     runtime, error = None, None
@@ -115,7 +133,7 @@ def start(ranks: ProcessRanks, timeout_s: float) -> Runtime:
     _check_same_world(all_ranks)
     if not all_ranks[0]["is_running"]:
         with torch.cuda.device(torch.device(ranks.device)):
-            torch.cuda.current_stream().synchronize()  # the context exists
+            torch.zeros(1, device=ranks.device)  # the context exists
             _initialize(bindings, ranks, all_ranks[0]["unique_id"])
     runtime = _runtime = Runtime(ranks, bindings, is_owner=not all_ranks[0]["is_running"])
     atexit.register(runtime.leave)
@@ -160,16 +178,19 @@ def device_version(module: int) -> tuple[int, int, int]:
 
 def tensor_at(address: int, num_bytes: int, device: torch.device) -> Tensor:
     """A flat uint8 tensor over memory that somebody else owns."""
+    return torch.as_tensor(_Memory(address, num_bytes), device=device)
 
-    class Memory:
-        __cuda_array_interface__ = {  # noqa: RUF012
+
+class _Memory:
+    """Device memory for torch.as_tensor; lives as long as a tensor over it."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
             "typestr": "|u1",
             "data": (address, False),
             "version": 3,
         }
-
-    return torch.as_tensor(Memory(), device=device)
 
 
 def _new_unique_id(bindings: Any) -> bytes:
@@ -187,7 +208,9 @@ def _initialize(bindings: Any, ranks: ProcessRanks, unique_id: bytes) -> None:
     status = bindings.set_attr_uniqueid_args(ranks.rank(), ranks.size(), copy.ptr, attributes.ptr)
     status = status or bindings.hostlib_init_attr(bindings.Flags.INIT_WITH_UNIQUEID, attributes.ptr)
     if status or bindings.init_status() < IS_INITIALIZED:
-        raise RuntimeError(f"NVSHMEM did not start on rank {ranks.rank()} (status {status}); NVSHMEM_DEBUG=INFO says more")
+        raise RuntimeError(
+            f"NVSHMEM did not start on rank {ranks.rank()} (status {status}); NVSHMEM_DEBUG=INFO says more"
+        )
 
 
 def _check_same_world(all_ranks: list[dict[str, Any]]) -> None:

@@ -57,7 +57,7 @@ class ProcessRanks:
         name = str(process_group.group_name)
         _num_members[name] = _num_members.get(name, 0) + 1
         store = distributed.distributed_c10d._get_process_group_store(process_group)
-        self._store = distributed.PrefixStore(f"mok_modular/{_num_members[name]}", store)
+        self._store: Any = distributed.PrefixStore(f"mok_modular/{_num_members[name]}", store)
         self._num_rounds = 0
 
     def size(self) -> int:
@@ -120,7 +120,8 @@ class ProcessRanks:
         if len({other for other, _, _ in arrivals}) > 1:
             given = ", ".join(f"rank {peer}: {other}" for peer, (other, _, _) in enumerate(arrivals))
             raise MoKPeerError(
-                f"ranks make different calls at the same time ({given}); every rank makes the same calls in the same order"
+                f"ranks make different calls at the same time ({given}); every rank makes the same calls in the same "
+                "order"
             )
         return [value for _, _, value in arrivals]
 
@@ -171,6 +172,13 @@ class ProcessRanks:
                 time.sleep(POLL_S)
         except RuntimeError:
             return found
+
+    def decide(self, key: str, proposal: str) -> str:
+        """The first proposal that any rank made under this key; "" where the store is gone."""
+        try:
+            return str(self._store.compare_set(f"decision/{key}", "", proposal).decode())
+        except RuntimeError:
+            return ""
 
 
 def process_member(process_group: Any) -> ProcessMember:

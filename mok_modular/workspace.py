@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from mok_modular.config import MAX_TOPK, MoKConfig
-from mok_modular.group import LocalGroup, LocalMember, as_member
+from mok_modular.group import LocalGroup, Member, as_member
 from mok_modular.targets import host
 
-_groups: WeakSet[LocalGroup] = WeakSet()  # those with cached workspaces
+_groups: WeakSet[Any] = WeakSet()  # those with cached workspaces
 
 
 def layout_key(config: MoKConfig) -> tuple[Any, ...]:
@@ -30,6 +30,7 @@ def layout_key(config: MoKConfig) -> tuple[Any, ...]:
         config.signal_grain,
         config.ring,
         config.row_block,
+        config.signals,
     )
 
 
@@ -43,7 +44,7 @@ class Workspace:
     def __init__(
         self,
         shared: host.SharedWorkspace,
-        member: LocalMember,
+        member: Member,
         config: MoKConfig,
         num_local_tokens: int,
         hidden_size: int,
@@ -109,19 +110,19 @@ class Workspace:
         is_checked_later: bool = False,
     ) -> Any:
         """One collective call on this workspace (see LocalGroup.meet). start_timeout_s: None is the workspace's."""
-        tagged = payload if isinstance(payload, Exception) else (self, payload)
+        if isinstance(payload, Exception):
+            self.shared.tell_peers(name, payload)
+        sizes = f"num_local_tokens={self.num_local_tokens}, hidden_size={self.hidden_size}, topk={self.topk}"
+        tagged = payload if isinstance(payload, Exception) else (self.shared.key, sizes, payload)
 
         def act_here(arrivals: list[Any]) -> Sequence[Any]:
-            others = [(rank, ws) for rank, (ws, _) in enumerate(arrivals) if ws.shared is not self.shared]
-            if others:
-                rank, ws = others[0]
-                raise ValueError(
-                    f"{name}: rank {rank} makes this call on another workspace (num_local_tokens="
-                    f"{ws.num_local_tokens}, hidden_size={ws.hidden_size}, topk={ws.topk}) than rank "
-                    f"{self.member.rank()} (num_local_tokens={self.num_local_tokens}, "
-                    f"hidden_size={self.hidden_size}, topk={self.topk})"
-                )
-            return act([payload for _, payload in arrivals])
+            for rank, (key, other_sizes, _) in enumerate(arrivals):
+                if key != self.shared.key:
+                    raise ValueError(
+                        f"{name}: rank {rank} makes this call on another workspace ({other_sizes}) than rank "
+                        f"{self.member.rank()} ({sizes})"
+                    )
+            return act([payload for _, _, payload in arrivals])
 
         group = self.member.group
         timeout_s = self.config.start_timeout_s if start_timeout_s is None else start_timeout_s
@@ -139,7 +140,7 @@ def create_workspace(
 ) -> Workspace:
     """A new workspace for calls with up to `num_local_tokens` tokens a rank. Collective.
 
-    `group`: a LocalMember. `num_local_tokens` is the largest T of any rank, the same on every rank.
+    `group`: a LocalMember or a ProcessGroup. `num_local_tokens` is the largest T of any rank, the same on every rank.
     Raises TypeError or ValueError that names the argument; ValueError on every rank if ranks differ.
     """
     member = _check_arguments(config, group, device, num_local_tokens, hidden_size, topk)
@@ -188,10 +189,14 @@ def get_workspace(
     return found
 
 
-def _shared_workspace_class(group: LocalGroup) -> type[host.SharedWorkspace]:
+def _shared_workspace_class(group: Any) -> type[host.SharedWorkspace]:
     """The target that runs on the group's device; imported only where it is used."""
     if torch.device(group.device).type == "cpu":
         return host.SharedWorkspace
+    if not isinstance(group, LocalGroup):
+        from mok_modular.targets.cuda_process import ProcessWorkspace
+
+        return ProcessWorkspace
     from mok_modular.targets.cuda import CudaWorkspace
 
     return CudaWorkspace
@@ -221,10 +226,12 @@ def clear_workspace_cache(group: Any = None) -> None:
 
 def _check_arguments(
     config: MoKConfig, group: Any, device: torch.device | str | None, num_local_tokens: int, hidden_size: int, topk: int
-) -> LocalMember:
+) -> Member:
     member = as_member(group)
     if not isinstance(config, MoKConfig):
         raise TypeError(f"config must be a MoKConfig, got {type(config).__name__}")
+    if config.signals == "nvshmem" and isinstance(member.group, LocalGroup):
+        raise ValueError("signals='nvshmem' needs ranks that are processes (a ProcessGroup), got a LocalGroup")
     if device is not None and torch.device(device).type != torch.device(member.group.device).type:
         raise ValueError(f"device must be the group's, {member.group.device!r}, got {str(device)!r}")
     _check_size("num_local_tokens", num_local_tokens, 0)

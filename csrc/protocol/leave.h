@@ -23,8 +23,7 @@ template <class Worker>
 MOK_DEVICE void leave_call(const Args& args, Edge exited, const Launch& launch, Worker& worker) {
   Signals<Worker> signals(args, worker);
   if (is_aborted(args)) return worker.report_abort(args);
-  if (!signals.arrive(exited, exited == Edge::exited ? launch.launch_idx : 0, worker.num_workers()))
-    return;
+  if (!signals.arrive(exited, exited == Edge::exited ? launch.launch_idx : 0, worker.num_workers())) return;
   Epochs* epochs = args.call.at<Epochs>(Region::epochs);
   if (exited == Edge::exited)
     epochs->call += 1;

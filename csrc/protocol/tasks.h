@@ -193,7 +193,8 @@ class Tasks {
     task->part = index;
     if (stage_ == Stage::publish || stage_ == Stage::reduce || is_source_stage(call, stage_)) return;
     if (stage_ == Stage::shared_gate_up || stage_ == Stage::shared_down) {
-      if (piece_.num_tasks == 0) piece_ = Piece{0, num_tasks_, 0, ceil_div(call.num_tokens, call.shape.row_block()), 0, call.num_tokens};
+      if (piece_.num_tasks == 0)
+        piece_ = Piece{0, num_tasks_, 0, ceil_div(call.num_tokens, call.shape.row_block()), 0, call.num_tokens};
       return decode_in_piece(index, task);
     }
     if (stage_ == Stage::gate_up || stage_ == Stage::down) {

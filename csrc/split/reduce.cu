@@ -4,7 +4,7 @@
 #include "targets/driver.h"
 
 namespace mok::kernels {
-MOK_KERNEL(reduce) {
+MOK_WIDE_KERNEL(reduce) {
   run_single<Reduce, false>(args, launch, worker);
   if (is_aborted(args)) Reduce::poison(args.call, worker);
   worker.sync();

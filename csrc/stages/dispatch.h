@@ -154,7 +154,8 @@ MOK_DEVICE bool wait_x_ready(const Call& call, int32 block, Signals<Worker>& sig
   const int32 blocks = call.shape.is_minibatch_grain ? call.shape.blocks_per_slot() : 1;
   const int32 first_block = block / blocks * blocks;
   const int32 end_block = min_of(first_block + blocks, num_rows(call) / call.shape.row_block());
-  for (int64 row = int64{first_block} * call.shape.row_block(); row < int64{end_block} * call.shape.row_block(); ++row) {
+  for (int64 row = int64{first_block} * call.shape.row_block(); row < int64{end_block} * call.shape.row_block();
+       ++row) {
     const int32 src_rank = call.schedule.peer_rank[row];
     if (src_rank >= 0 && !signals.wait_arrival(Edge::x_arrived, block / blocks, src_rank)) return false;
   }

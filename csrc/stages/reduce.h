@@ -26,7 +26,8 @@ struct Reduce {
     const Call& call = args.call;
     const int32 vectors = call.shape.hidden_size / 8, topk = call.shape.topk;  // of a row
     const int64 first = int64{task.part} * kReduceTokens;
-    const auto* shared = reinterpret_cast<const bf16x8*>(call.shape.shared_size ? call.at<bf16>(Region::shared_y) : nullptr);
+    const auto* shared =
+        reinterpret_cast<const bf16x8*>(call.shape.shared_size ? call.at<bf16>(Region::shared_y) : nullptr);
     const auto* combined = reinterpret_cast<const bf16x8*>(call.at<bf16>(Region::combine));
     auto* output = reinterpret_cast<bf16x8*>(call.tensors.output);
     worker.for_each(num_tokens(call, task) * vectors, [&](int32 i) {
@@ -78,7 +79,7 @@ struct Reduce {
   }
 
  private:
-  static constexpr int32 kBatch = 4;
+  static constexpr int32 kBatch = 8;
 
   MOK_DEVICE static void set_row(const bf16x8& row, float (&acc)[8]) {
     MOK_UNROLL

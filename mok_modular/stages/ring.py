@@ -46,7 +46,7 @@ def reference(num_rows: int, ring_rows: int, minibatch: int, row_block: int) -> 
 
 
 def launch(num_rows: int, ring_rows: int, minibatch: int, row_block: int) -> list[RingBlock]:
-    """`reference` by the compiled arithmetic of csrc/protocol/ring.h."""
+    """``reference`` by the compiled arithmetic of csrc/protocol/ring.h."""
     _check(num_rows, ring_rows, minibatch, row_block)
     shape = extension().Shape()
     shape.row_block, shape.minibatch = row_block, minibatch

@@ -1,4 +1,5 @@
-"""The CUDA target: all ranks of a LocalGroup on one GPU, one grid a kernel for all of them.
+"""The CUDA target: all ranks of a LocalGroup on one GPU, one grid a kernel for all of them. (Ranks that are processes:
+targets/cuda_process.py.)
 
 Kernels are compiled at run time for sm_90a. A call enqueues its kernels on the current stream and returns; it never
 waits for the device. What went wrong there is raised by the next call on the workspace or by `workspace.check()`.
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +21,6 @@ from mok_modular import nvrtc
 from mok_modular.config import MoKConfig
 from mok_modular.errors import MoKPeerError, MoKTimeoutError
 from mok_modular.targets import host
-
-if TYPE_CHECKING:
-    from mok_modular.group import LocalGroup
 
 ARCH = "sm_90a"
 DEFINE = "MOK_TARGET_SM90"
@@ -76,8 +74,8 @@ def check_plan(config: MoKConfig) -> None:
     for group in config.plan.groups:
         if group not in ENTRIES or (group == ("down", "combine") and config.combine == "pull"):
             raise ValueError(
-                f"mode {str(config.plan)!r}: {'+'.join(group)} with combine={config.combine!r} has no kernel on {ARCH} in "
-                "this version; available are the plans that fuse no more than gate_up+swiglu and down+combine"
+                f"mode {str(config.plan)!r}: {'+'.join(group)} with combine={config.combine!r} has no kernel on {ARCH} "
+                "in this version; available are the plans that fuse no more than gate_up+swiglu and down+combine"
             )
     if config.row_block not in (None, 128):
         raise ValueError(f"row_block must be 128 on {ARCH}, got {config.row_block}")
@@ -102,8 +100,8 @@ class Device:
         properties = torch.cuda.get_device_properties(index)
         if (properties.major, properties.minor) != (9, 0):
             raise RuntimeError(
-                f"cuda:{index} is {properties.name} (sm_{properties.major}{properties.minor}); this version has kernels "
-                f"for {ARCH} only"
+                f"cuda:{index} is {properties.name} (sm_{properties.major}{properties.minor}); this version has "
+                f"kernels for {ARCH} only"
             )
         self.num_sms = properties.multi_processor_count
         with torch.cuda.device(index):
@@ -145,15 +143,16 @@ def get_device(index: int) -> Device:
 
 
 class CudaMemory:
-    """The regions of all ranks on one GPU, with the interface of the host target's Workspace."""
+    """The regions of the ranks of this process, with the interface of the host target's Workspace."""
 
-    def __init__(self, num_ranks: int, device: torch.device) -> None:
+    def __init__(self, num_ranks: int, device: torch.device, ranks: Sequence[int] | None = None) -> None:
         self.num_ranks = num_ranks
         self.device = device
-        self.regions: dict[int, dict[str, Tensor]] = {rank: {} for rank in range(num_ranks)}
-        self.tables: list[Tensor] = []
+        ranks = range(num_ranks) if ranks is None else ranks
+        self.regions: dict[int, dict[str, Tensor]] = {rank: {} for rank in ranks}
+        self.tables: list[Tensor] = []  # by rank of this process: the addresses of everybody's regions
         self.failures = torch.zeros(
-            num_ranks, host.extension().struct_sizes()["Failure"], dtype=torch.uint8, pin_memory=True
+            len(self.regions), host.extension().struct_sizes()["Failure"], dtype=torch.uint8, pin_memory=True
         )
         self._counters_of: Any = None
 
@@ -178,7 +177,7 @@ class CudaMemory:
         names = host.extension().region_names()
         symmetric = set(host.extension().symmetric_regions(shape))
         self.tables = []
-        for rank in range(self.num_ranks):
+        for rank in self.regions:
             rows = [
                 [self.address(peer, name) if peer == rank or name in symmetric else 0 for name in names]
                 for peer in range(self.num_ranks)
@@ -186,16 +185,16 @@ class CudaMemory:
             self.tables.append(torch.tensor(rows, dtype=torch.int64).to(self.device))
 
     def address(self, rank: int, name: str) -> int:
-        """The device address of a region, 0 where it is empty."""
+        """The device address of a rank's region as this process sees it, 0 where it is empty."""
         return self.regions[rank].get(name, _NOTHING).data_ptr()
 
     def num_bytes(self) -> int:
-        """Bytes of all regions of all ranks."""
+        """Bytes of all regions of the ranks of this process."""
         return sum(region.numel() for regions in self.regions.values() for region in regions.values())
 
-    def failure(self, rank: int) -> dict[str, Any]:
-        """What a rank's kernels left for the host."""
-        result: dict[str, Any] = host.extension().unpack_failure(bytes(self.failures[rank].numpy().tobytes()))
+    def failure(self, index: int) -> dict[str, Any]:
+        """What the kernels of a rank of this process left for the host."""
+        result: dict[str, Any] = host.extension().unpack_failure(bytes(self.failures[index].numpy().tobytes()))
         return result
 
     def reset(self, shape: Any) -> None:
@@ -222,21 +221,23 @@ class CudaWorkspace(host.SharedWorkspace):
     functions: Mapping[str, Function]
     timeout_factor = 1
 
-    def __init__(
-        self, group: LocalGroup, config: MoKConfig, num_local_tokens: int, hidden_size: int, topk: int
-    ) -> None:
-        if group.size() > MAX_LOCAL_RANKS:
-            raise ValueError(f"a LocalGroup on one GPU has at most {MAX_LOCAL_RANKS} ranks, got {group.size()}")
+    def __init__(self, group: Any, config: MoKConfig, num_local_tokens: int, hidden_size: int, topk: int) -> None:
         check_plan(config)
         self.torch_device = torch.device(group.device)
-        self.device = get_device(self.torch_device.index or 0)
-        self.functions = self.device.functions
-        self.ranks = range(group.size())
         self._maps: dict[tuple[Any, ...], bytes] = {}
         self._side: torch.cuda.Stream | None = None
         self.is_timing = False  # record an event pair around every kernel
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._open(group, config)
         super().__init__(group, config, num_local_tokens, hidden_size, topk)
+
+    def _open(self, group: Any, config: MoKConfig) -> None:
+        """Compiles and loads the kernels, before there is any memory."""
+        if group.size() > MAX_LOCAL_RANKS:
+            raise ValueError(f"a LocalGroup on one GPU has at most {MAX_LOCAL_RANKS} ranks, got {group.size()}")
+        self.device = get_device(self.torch_device.index or 0)
+        self.functions = self.device.functions
+        self.ranks = range(group.size())
 
     def _make_memory(self) -> Any:
         return CudaMemory(self.num_ranks, self.torch_device)
@@ -270,8 +271,8 @@ class CudaWorkspace(host.SharedWorkspace):
         for rank, failure in zip(self.ranks, failures, strict=True):
             if failure["num_invalid_ids"]:
                 error = ValueError(
-                    f"top_experts of rank {rank} held {failure['num_invalid_ids']} ids out of range in an earlier call; "
-                    "they were taken as -1 (no route)"
+                    f"top_experts of rank {rank} held {failure['num_invalid_ids']} ids out of range in an earlier "
+                    "call; they were taken as -1 (no route)"
                 )
         waits = open_waits(failures)
         for failure in failures:
@@ -306,16 +307,7 @@ class CudaWorkspace(host.SharedWorkspace):
         return [None] * len(calls)
 
     def _launch_all(self, calls: Sequence[host.Call], shape: Any, programs: Sequence[Any]) -> None:
-        names = host.extension().region_names()
-        failures = self.native.failures
-        call_set = host.extension().pack_calls(
-            programs,
-            [table.data_ptr() for table in self.native.tables],
-            [[self.native.address(rank, name) for name in names] for rank in self.ranks],
-            [failures.data_ptr() + i * failures.stride(0) for i in range(len(self.ranks))],
-            calls[0].config.timeout_s * self.timeout_factor,
-            calls[0].config.start_timeout_s * self.timeout_factor,
-        )
+        call_set = self._pack_calls(programs, calls[0].config.timeout_s, calls[0].config.start_timeout_s)
         maps = self._all_maps(calls, shape) if calls[0].kind == "forward" else b""
         config, main = calls[0].config, torch.cuda.current_stream()
         # Two streams where communication has SMs of its own. One launch after another in data-flow order on each: a
@@ -335,6 +327,19 @@ class CudaWorkspace(host.SharedWorkspace):
             with self._timer(launch.kernel, stream):
                 num_sms = self._num_sms(config, launch.stream if side is not None and not is_last else None)
                 self._launch(function, arguments, stream.cuda_stream, num_sms)
+
+    def _pack_calls(self, programs: Sequence[Any], timeout_s: float, start_timeout_s: float) -> bytes:
+        names = host.extension().region_names()
+        failures = self.native.failures
+        packed: bytes = host.extension().pack_calls(
+            programs,
+            [table.data_ptr() for table in self.native.tables],
+            [[self.native.address(rank, name) for name in names] for rank in self.ranks],
+            [failures.data_ptr() + i * failures.stride(0) for i in range(len(self.ranks))],
+            timeout_s * self.timeout_factor,
+            start_timeout_s * self.timeout_factor,
+        )
+        return packed
 
     def _side_stream(self, config: MoKConfig, kind: str) -> torch.cuda.Stream | None:
         if config.fwd_num_comm_sms is None or kind != "forward":
@@ -427,6 +432,11 @@ class CudaWorkspace(host.SharedWorkspace):
                 self._maps.clear()
             found = self._maps[address, dims] = encode_map(address, dims)
         return found
+
+
+def copy_to_device(address: int, value: Tensor, stream: torch.cuda.Stream) -> None:
+    """Copies a tensor in pinned memory to a device address, which may be a peer's."""
+    _check(_driver().cuMemcpyHtoDAsync(address, value.data_ptr(), value.nbytes, stream.cuda_stream))
 
 
 def open_waits(failures: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

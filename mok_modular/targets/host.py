@@ -112,6 +112,14 @@ class SharedWorkspace:
         return extension().Workspace(self.num_ranks)
 
     @property
+    def key(self) -> Any:
+        """Which of the group's workspaces this is, for a comparison between ranks."""
+        return id(self)
+
+    def tell_peers(self, name: str, error: Exception) -> None:
+        """A rank cannot make its part of a call. Nothing to do where all ranks meet for it."""
+
+    @property
     def row_block(self) -> int:
         """Rows of the unit of padding and signals."""
         return self.config.row_block or DEFAULT_ROW_BLOCK
@@ -282,12 +290,12 @@ class SharedWorkspace:
             return [MoKPeerError(text) for _ in calls]
         waits = [dict(wait, task=f"{wait['block']}.{wait['part']}") for wait in result["waits"]]
         kind = MoKDeadlockError if reason == "deadlock" else MoKTimeoutError
+        ring_blocks = max(1, min(self.config.macrobatch_size, calls[0].capacity_rows) // self.row_block)
         what = "no worker of any rank can go on"
         if reason == "timeout":
-            is_start = bool(waits) and all(wait["edge"] in _START_EDGES for wait in waits if wait["peer"] >= 0)
-            name = "start_timeout_s" if is_start else "timeout_s"
+            wait = find_culprit(waits, ring_blocks)
+            name = "start_timeout_s" if wait and wait["edge"] in _START_EDGES else "timeout_s"
             what = f"a wait lasted longer than {name}={getattr(calls[0].config, name):g} s"
-        ring_blocks = max(1, min(self.config.macrobatch_size, calls[0].capacity_rows) // self.row_block)
         return [kind(f"{call.kind}: {what}; {culprit(waits, ring_blocks)}", waits) for call in calls]
 
 
@@ -308,8 +316,8 @@ def _group_mask(launch: Launch) -> int:
     return sum(1 << STAGES.index(stage) for stage in launch.stages if stage in STAGES)
 
 
-def culprit(waits: Sequence[Mapping[str, Any]], ring_blocks: int = 1 << 30) -> str:
-    """Which wait nobody is on the way to end, in words; the others follow from it.
+def find_culprit(waits: Sequence[Mapping[str, Any]], ring_blocks: int = 1 << 30) -> Mapping[str, Any] | None:
+    """The wait that nobody is on the way to end; the others follow from it. None if there are no waits.
 
     A task waits only for tasks before it in its rank's order (by generations of `ring_blocks` row blocks, then by
     stages) or for other ranks. So the first wait of a rank in that order is the one to look at, unless it is for
@@ -336,7 +344,12 @@ def culprit(waits: Sequence[Mapping[str, Any]], ring_blocks: int = 1 << 30) -> s
             for other in waits
         )
 
-    wait = next((wait for wait in waits if is_root(wait)), waits[0] if waits else None)
+    return next((wait for wait in waits if is_root(wait)), waits[0] if waits else None)
+
+
+def culprit(waits: Sequence[Mapping[str, Any]], ring_blocks: int = 1 << 30) -> str:
+    """`find_culprit` in words."""
+    wait = find_culprit(waits, ring_blocks)
     if wait is None:
         return "no wait is on record"
     at = wait["peer"] if wait["peer"] >= 0 else wait["rank"]

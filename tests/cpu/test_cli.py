@@ -98,7 +98,9 @@ def run_process(cwd: Path, argv: list[str], exit_code: int = 0) -> subprocess.Co
         (["run", "--trace", "x.json"], ["--trace"]),
         (["ab", "--iters", "0"], ["--iters", "0"]),
         (["ab", "--plans", "some"], ["--plans", "some", "all"]),
-        (["build", "--target", "sm_90a"], ["sm_90a", "not available in this version", "host"]),
+        (["build", "--target", "sm_100f"], ["sm_100f", "not available in this version", "host"]),
+        (["build", "--target", "sm_90a", "--fused"], ["fused", "has no kernel on sm_90a", "gate_up+swiglu"]),
+        (["build", "--plan", "down|combine"], ["down|combine", "plan"]),
         (["build", "--target", ""], ["''", "not available"]),
     ],
     ids=" ".join,
@@ -325,14 +327,36 @@ def test_stages_without_the_extension(capsys: pytest.CaptureFixture[str], monkey
 
 
 def test_build(capsys: pytest.CaptureFixture[str]) -> None:
-    report = run_json(capsys, ["build", "--target", "host"])
-    assert report["ok"] is True
+    whole = run_json(capsys, ["build", "--target", "host"])
+    assert whole["ok"] is True
+    report = whole["host"]
     assert all(report[key] for key in ("compiler", "flags", "build_hash"))
     assert Path(report["path"]).exists()
     assert main(["build"]) == 0
     out = capsys.readouterr().out
     assert "when the package is installed" in out
     assert report["build_hash"] in out
+
+
+def test_build_for_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="compiling for a GPU needs cuda-bindings and nvidia-cuda-nvrtc")
+    monkeypatch.setenv("MOK_CACHE_DIR", str(tmp_path))
+    plan = "dispatch|gate_up+swiglu|down|combine"
+    kernels = run_json(capsys, ["build", "--target", "sm_90a", "--plan", plan])["sm_90a"]
+    assert {k["kernel"] for k in kernels} == {
+        *("schedule", "publish", "shared_gate_up", "shared_down", "dispatch", "gate_up", "down", "combine", "reduce")
+    }
+    assert not any(k["is_from_cache"] for k in kernels)
+    assert all(Path(k["path"]).parent == tmp_path for k in kernels)
+
+
+def test_build_for_a_gpu_without_nvrtc(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("cuda", "cuda.bindings", "cuda.bindings.nvrtc"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert main(["build", "--target", "sm_90a"]) == 1
+    err = capsys.readouterr().err
+    assert "NVRTC" in err
+    assert "mok-modular[cuda]" in err
 
 
 def test_build_of_a_broken_installation(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

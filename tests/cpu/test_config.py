@@ -28,6 +28,8 @@ def test_defaults() -> None:
         "start_timeout_s": 300,
         "timeout_s": 10,
         "num_reserved_sms": 0,
+        "signals": "direct",
+        "allow_shared_gpu": False,
     }
 
 

@@ -264,6 +264,27 @@ def test_a_peers_workspace_is_refused() -> None:
         LocalGroup(2).run(step)
 
 
+def test_two_groups_at_once(workload: Workload) -> None:
+    """Each in a thread of its own, with all its ranks."""
+    expected = run(workload, CONFIG)
+    outputs: list[list[Tensor]] = [[], []]
+
+    def loop(i: int, **options: Any) -> None:
+        for _ in range(10):
+            outputs[i].append(run(workload, CONFIG, **options))
+
+    threads = [
+        threading.Thread(target=loop, args=(i,), kwargs=options)
+        for i, options in enumerate([{"order": "random"}, {"executor": "threads"}])
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(each) for each in outputs] == [10, 10]
+    assert all(same_bits(output, expected) for each in outputs for output in each)
+
+
 def test_many_groups_and_ranks() -> None:
     workload = make_workload([1, 2, 3, 0] * 8, E=64)
     expected = run(workload, CONFIG)

@@ -80,7 +80,8 @@ def test_ctrl_c_while_a_rank_sleeps(workload: Workload, ctrl_c: Callable[[thread
     with pytest.raises(KeyboardInterrupt):
         group.run(step)
     assert time.monotonic() - start < 10
-    assert {rank: str(error) for rank, error in seen.items()} == dict.fromkeys((0, 1, 2), "interrupted")
+    assert seen.keys() == {0, 1, 2}
+    assert all("interrupted" in str(error) for error in seen.values())
 
     def next_step(member: Any) -> int:
         if member.rank() == 0:
@@ -143,7 +144,8 @@ def test_ctrl_c_in_one_long_fiber_run(ctrl_c: Callable[[threading.Event], None])
     ctrl_c(running)
     with pytest.raises(KeyboardInterrupt):
         group.run(step)
-    assert [str(error) for error in errors] == ["interrupted"]
+    assert len(errors) == 1
+    assert "interrupted" in str(errors[0])
 
 
 def test_ctrl_c_ends_waits_for_ever(workload: Workload, ctrl_c: Callable[[threading.Event], None]) -> None:

@@ -181,7 +181,7 @@ def test_a_lost_signal_is_a_timeout_on_threads(workload: Workload, edge: str) ->
 
 def test_threads_time_out_by_the_configured_limit(workload: Workload) -> None:
     """input_ready may take start_timeout_s, everything inside the call timeout_s."""
-    config = MoKConfig(mode="split", **SMALL_RING, timeout_s=60, start_timeout_s=0.2)
+    config = MoKConfig(mode="fused", **SMALL_RING, timeout_s=60, start_timeout_s=0.2)
     errors, _, _ = fail_and_recover(workload, config, ("input_ready", 1, -1, -1), executor="threads")
     assert "start_timeout_s=0.2" in str(errors[0])
 

@@ -1,4 +1,4 @@
-"""Compiles every kernel of the sm_90a target and reads the machine code: what ptxas does without a word shows only there.
+"""Compiles every kernel of the sm_90a target and reads the machine code: what ptxas does silently shows only there.
 
 Needs no GPU; needs the wheels nvidia-cuda-nvrtc, cuda-bindings, nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm.
 """
@@ -95,7 +95,9 @@ def test_kernel(name: str, tmp_path: Path) -> None:
         if kind == "gemm":
             check_gemm(entry, code)
         else:
-            assert re.search(r"LDG\.E\.128|LDG\.E\.[A-Z.]*128", code) or name == "schedule", f"{entry} copies in small words"
+            assert re.search(r"LDG\.E\.128|LDG\.E\.[A-Z.]*128", code) or name == "schedule", (
+                f"{entry} copies in small words"
+            )
 
 
 def check_gemm(entry: str, code: str) -> None:

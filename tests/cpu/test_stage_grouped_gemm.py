@@ -156,7 +156,7 @@ def test_no_rows_and_views() -> None:
 
 def test_what_is_wrong_is_named() -> None:
     rows, gate, up, starts, counts = random_case([100, 30], 192, 64)
-    with pytest.raises(TypeError, match="rows must be torch.bfloat16 for the kernel, got torch.float32"):
+    with pytest.raises(TypeError, match=r"rows must be torch\.bfloat16 for the kernel, got torch\.float32"):
         grouped_gemm.launch(rows.float(), gate.float(), starts, counts)
     with pytest.raises(ValueError, match="N must be a positive multiple of 64 for the kernel, got 100"):
         grouped_gemm.launch(rows, gate[:, :100], starts, counts)

@@ -118,7 +118,7 @@ def test_views_and_workers_change_nothing() -> None:
 
 def test_what_is_wrong_is_named() -> None:
     combined, weights, mask, shared = inputs(4, 3, 64, 0, 0.0)
-    with pytest.raises(TypeError, match="combined must be torch.bfloat16 for the kernel, got torch.float32"):
+    with pytest.raises(TypeError, match=r"combined must be torch\.bfloat16 for the kernel, got torch\.float32"):
         reduce.launch(combined.float(), weights, mask, shared.float())
     with pytest.raises(TypeError, match=r"router_weights have dtype torch\.bfloat16"):
         reduce.launch(combined, weights.bfloat16(), mask, shared)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ import torch
 from helpers import (
     SMALL_RING,
     all_ranks,
-    assert_right,
     build,
     call,
     forward,
@@ -117,15 +117,19 @@ def test_tensors_at_any_address() -> None:
 
 
 def test_growing_beyond_memory_changes_nothing() -> None:
-    workload = make_workload([8, 2], H=8192, E=2, I=64, S=0)
+    workload = make_workload([8, 2])
     config = MoKConfig(**SMALL_RING)
 
-    def step(workspace: functional.Workspace) -> Tensor:
+    def step(member: Any) -> None:
+        workspace = workspace_for(workload, member, config, hidden_size=2**20)
         with pytest.raises(MemoryError):
-            workspace.grow(2**28)  # 4 TiB for x alone
-        return call(workload, workspace, config)
+            workspace.grow(2**28)  # 512 TiB for x alone
+        assert workspace.num_local_tokens == 8
+        assert build(workload, workspace, config).num_rows > 0
+        workspace.grow(9)
+        assert workspace.x.shape == (9, 2**20)
 
-    assert_right(workload, torch.cat(all_ranks(workload, config, step)))
+    LocalGroup(2).run(step)
 
 
 def test_two_workspaces_at_once() -> None:
@@ -226,6 +230,14 @@ def test_input_elsewhere_in_the_symmetric_buffer_is_refused() -> None:
         all_ranks(workload, config, step)
 
 
+def resident_bytes() -> int:
+    """Of this process: now, or where the system does not tell, at most so far."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 def test_a_thousand_calls() -> None:
     """Same bits and flat memory."""
     workload = make_workload([9, 3], E=4)
@@ -233,17 +245,17 @@ def test_a_thousand_calls() -> None:
 
     def step(workspace: functional.Workspace) -> list[int]:
         first = call(workload, workspace, config)
-        peaks = []
+        sizes = []
         for n in range(1000):
             assert same_bits(call(workload, workspace, config), first)
             if n % 100 == 99:
                 gc.collect()
-                peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # KiB
+                sizes.append(resident_bytes())
         assert workspace.shared.native.epochs(workspace.member.rank())[:3] == [1001, 1001, 2002]
-        return peaks
+        return sizes
 
-    peaks = all_ranks(workload, config, step)[0]
-    assert peaks[-1] - peaks[1] < 8 * 1024
+    sizes = all_ranks(workload, config, step)[0]
+    assert sizes[-1] - sizes[1] < 8 * 2**20
 
 
 def test_workspaces_and_groups_are_freed() -> None:
@@ -276,8 +288,13 @@ def test_offsets_past_2_31_elements() -> None:
     ids[-40:, -1] = num_experts - 1
     x = torch.zeros(num_tokens, hidden, dtype=torch.bfloat16)
     x[-40:] = torch.randn(40, hidden, generator=generator)
-    weights = [torch.empty(num_experts, *sizes, dtype=torch.bfloat16) for sizes in [(width, hidden)] * 2]
-    weights.append(torch.empty(num_experts, hidden, width, dtype=torch.bfloat16))
+    try:
+        weights = [
+            torch.empty(num_experts, *sizes, dtype=torch.bfloat16)
+            for sizes in [(width, hidden), (width, hidden), (hidden, width)]
+        ]
+    except RuntimeError as error:
+        pytest.skip(f"no address space to leave untouched: {error}")
     for weight in weights:
         weight[-1] = torch.randn(weight.shape[1:], generator=generator) * weight.shape[2] ** -0.5
     config = MoKConfig(**SMALL_RING)

@@ -49,6 +49,11 @@ nb::dict unpack_failure(nb::bytes bytes) {
   d["reason"] = kReasons[f.reason];
   d["raised_by"] = f.raised_by;
   d["num_invalid_ids"] = f.num_invalid_ids;
+  if (f.reason == kFailureMismatch) {  // both words are `entered` words (protocol/signals.h)
+    d["own_call"] = call_kind_name(static_cast<CallKind>(f.want >> 16 & 0xff));
+    d["peer_call"] = call_kind_name(static_cast<CallKind>(f.have >> 16 & 0xff));
+    d["order"] = f.want >> kEnteredBits;
+  }
   d["rank"] = f.rank;
   d["stage"] = stage_name(static_cast<Stage>(f.stage));
   d["block"] = f.block;
@@ -90,17 +95,23 @@ void bind_cuda(nb::module_& m) {
         return words;
       },
       "shape"_a, "call"_a, "schedule"_a, "Region words after a reset to these epochs.");
+  m.def(
+      "abort_word", [](const Shape& shape, int src_rank) { return abort_offset(src_rank, shape); }, "shape"_a,
+      "src_rank"_a, "Index in region words of the word by which a rank ends everybody's calls.");
   m.def("region_names", [] {
     std::vector<std::string> names;
     for (int i = 0; i < kNumRegions; ++i) names.push_back(region_name(static_cast<Region>(i)));
     return names;
   });
-  m.def("symmetric_regions", [](const Shape& shape) {
-    std::vector<std::string> names;
-    for (int i = 0; i < kNumRegions; ++i)
-      if (is_symmetric(static_cast<Region>(i), shape)) names.push_back(region_name(static_cast<Region>(i)));
-    return names;
-  }, "shape"_a);
+  m.def(
+      "symmetric_regions",
+      [](const Shape& shape) {
+        std::vector<std::string> names;
+        for (int i = 0; i < kNumRegions; ++i)
+          if (is_symmetric(static_cast<Region>(i), shape)) names.push_back(region_name(static_cast<Region>(i)));
+        return names;
+      },
+      "shape"_a);
 }
 
 }  // namespace mok::host

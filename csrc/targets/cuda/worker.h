@@ -51,7 +51,8 @@ struct Waiter {
  private:
   __device__ static bool all_have_published(const Args& args) {
     for (int32 src = 0; src < args.call.shape.num_ranks; ++src)
-      if (load_relaxed(args.word(Edge::input_ready, args.call_epoch, src, args.call.rank)) < args.call_epoch) return false;
+      if (load_relaxed(args.word(Edge::input_ready, args.call_epoch, src, args.call.rank)) < args.call_epoch)
+        return false;
     return true;
   }
   // The first failure of a rank stays.

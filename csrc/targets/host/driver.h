@@ -11,6 +11,7 @@
 #include "targets/host/gemm.h"
 #include "targets/host/worker.h"
 
+#define MOK_WIDE_KERNEL(name) MOK_KERNEL(name)
 #define MOK_KERNEL(name) void name(const Args& args, const Launch& launch, mok::host::Worker& worker)
 
 namespace mok {
@@ -94,10 +95,10 @@ void run_single(const Args& args, const Launch& launch, Worker& worker) {
 }  // namespace mok
 
 // kGroup 0: the stage is not cut into windows.
-#define MOK_GEMM_KERNEL(name, S, kGroup)   \
-  MOK_KERNEL(name) {                       \
-    if constexpr ((kGroup) != 0)           \
+#define MOK_GEMM_KERNEL(name, S, kGroup)         \
+  MOK_KERNEL(name) {                             \
+    if constexpr ((kGroup) != 0)                 \
       run_tasks<(kGroup)>(args, launch, worker); \
-    else                                   \
+    else                                         \
       run_single<S, true>(args, launch, worker); \
   }

@@ -24,7 +24,9 @@ inline void fence_acquire(const Word* word, bool /*is_cross_rank*/) {
 }
 // Visible to every rank; what this worker wrote or acquired before the fence is visible with it.
 inline void fence_system() {}  // the store below releases
-inline void store_system(Word* word, Word value) { std::atomic_ref<Word>(*word).store(value, std::memory_order_release); }
+inline void store_system(Word* word, Word value) {
+  std::atomic_ref<Word>(*word).store(value, std::memory_order_release);
+}
 // Sets a word of another rank; `own` is the same word of this rank's memory.
 inline void store_signal(Word* at_dst, Word* /*own*/, int /*dst_rank*/, Word value) { store_system(at_dst, value); }
 

@@ -115,6 +115,7 @@ void Workspace::satisfy(uint32 fingerprint) {
     call.rank = rank;
     call.regions = table(rank);
     std::copy_n(call.regions + rank * kNumRegions, kNumRegions, call.own);
+    call.place_counters();
     const Args args(call);
     for (const Edge edge : kCounters) std::fill_n(args.counter(edge, 0), num_counters(edge, shape_), kPlenty);
     for (int src = 0; src < num_ranks_; ++src) {

@@ -66,8 +66,8 @@ MOK_DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tens
 // Rows past the end of the tensor arrive as zeros.
 MOK_DEVICE void tma_load_2d(uint32 dst, const TensorMap* map, uint32 barrier, int32 x, int32 y) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-          dst),
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::
+          "r"(dst),
       "l"(map), "r"(barrier), "r"(x), "r"(y)
       : "memory");
 }

@@ -19,11 +19,11 @@ namespace mok::sm90 {
 
 constexpr int kThreads = 384;
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
-constexpr int kBlockK = 64;             // one 128-byte row of a swizzled operand
+constexpr int kBlockK = 64;  // one 128-byte row of a swizzled operand
 constexpr int kTileRows = 128, kAccumulatorCols = 128;
-constexpr int kNumStages = 6;           // 32 KB each
-constexpr int kTaskSlots = 2;           // tasks drawn ahead
-constexpr int kTileSlots = 4;           // roles are never more than kTaskSlots + 1 tiles apart
+constexpr int kNumStages = 6;  // 32 KB each
+constexpr int kTaskSlots = 2;  // tasks drawn ahead
+constexpr int kTileSlots = 4;  // roles are never more than kTaskSlots + 1 tiles apart
 
 constexpr uint32 kABytes = kTileRows * 128, kBBytes = kAccumulatorCols * 128;
 // A warp's 16 rows x 64 columns on the way out. 16 bytes of padding keep stmatrix and the reads free of conflicts.
@@ -226,7 +226,8 @@ class Roles {
       }
     });
   }
-  MOK_DEVICE void load(int32 index, const Call& call, const Task& task, const GemmTile& tile, Position<kNumStages>& stage) {
+  MOK_DEVICE void load(int32 index, const Call& call, const Task& task, const GemmTile& tile,
+                       Position<kNumStages>& stage) {
     const Operands operands = S::operands(call, task, tile);
     const TensorMap* a_map = &maps_.maps[index][static_cast<int>(operands.a)];
     const TensorMap* b_map[2] = {&maps_.maps[index][static_cast<int>(operands.b[0])],
@@ -243,7 +244,8 @@ class Roles {
       if (has_second_half) tma_load_2d(a + kABytes / 2, a_map, full, k, a_row + 64);
       // Gate above up in shared memory, or the upper half of the columns of one matrix.
       tma_load_3d(b, b_map[0], full, k, tile.first_col, tile.expert);
-      tma_load_3d(b + kBBytes / 2, b_map[1], full, k, tile.first_col + (S::kNumAccumulators == 2 ? 0 : 64), tile.expert);
+      tma_load_3d(b + kBBytes / 2, b_map[1], full, k, tile.first_col + (S::kNumAccumulators == 2 ? 0 : 64),
+                  tile.expert);
       stage.advance();
     }
   }
@@ -318,8 +320,8 @@ class Roles {
   }
 
   // Plane by plane, 16 rows x 64 columns of a warp at a time.
-  MOK_DEVICE void store(const Call& call, const Task& task, const GemmTile& tile, const float (&acc)[2][64], bf16* staging,
-                        uint32 warp) {
+  MOK_DEVICE void store(const Call& call, const Task& task, const GemmTile& tile, const float (&acc)[2][64],
+                        bf16* staging, uint32 warp) {
     PlaneList planes = S::planes(call, task);
 #pragma unroll 1
     while (!planes.is_empty()) {
@@ -332,8 +334,8 @@ class Roles {
       }
     }
   }
-  MOK_DEVICE void store_part(const Call& call, const Task& task, const GemmTile& tile, Plane plane, const float (&acc)[64],
-                             int32 first_col, int32 first_row, bf16* staging) {
+  MOK_DEVICE void store_part(const Call& call, const Task& task, const GemmTile& tile, Plane plane,
+                             const float (&acc)[64], int32 first_col, int32 first_row, bf16* staging) {
     const uint32 lane = lane_idx();
     const uint32 write = address(staging) + (lane % 8) * kStagingPitch * sizeof(bf16) + lane / 8 * 16;
     MOK_UNROLL
@@ -403,9 +405,9 @@ MOK_DEVICE void run_gemm_kernel(const CallSet& set, const Launch& launch, const 
 
 }  // namespace mok::sm90
 
-#define MOK_GEMM_KERNEL(name, S, kGroup)                                                                       \
-  extern "C" __global__ void __launch_bounds__(mok::sm90::kThreads, 1)                                         \
-      mok_##name(const __grid_constant__ CallSet set, const __grid_constant__ Launch launch,                   \
-                 const __grid_constant__ mok::sm90::Maps maps) {                                               \
-    mok::sm90::run_gemm_kernel<S>(set, launch, maps);                                                          \
+#define MOK_GEMM_KERNEL(name, S, kGroup)                                                     \
+  extern "C" __global__ void __launch_bounds__(mok::sm90::kThreads, 1)                       \
+      mok_##name(const __grid_constant__ CallSet set, const __grid_constant__ Launch launch, \
+                 const __grid_constant__ mok::sm90::Maps maps) {                             \
+    mok::sm90::run_gemm_kernel<S>(set, launch, maps);                                        \
   }
