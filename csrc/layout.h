@@ -49,9 +49,9 @@ constexpr int kElementRows = 32;
 constexpr int kReduceTokens = 8;
 // Top-k ids per task of schedule: a place task compares each id with those before it in the chunk.
 constexpr int kScheduleChunk = 256;
-// Output columns of a GEMM task: a tile of 128 accumulator columns, gate and up side by side.
-constexpr int kGateUpCols = 64;
-constexpr int kDownCols = 128;
+// Output columns of a GEMM task, by the target's tile (accumulator columns: twice that for gate_up).
+constexpr int kGateUpCols = MOK_TILE_COLS / 2;
+constexpr int kDownCols = MOK_TILE_COLS;
 
 // Run-time values on the host. A GPU build replaces this struct by one whose members are
 // `static constexpr`, generated from the same names.

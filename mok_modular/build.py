@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mok_modular.plan import Plan
@@ -76,8 +77,8 @@ class CompiledKernel:
     path: str
 
 
-def compile_plans(target: str, plans: list[Plan]) -> list[CompiledKernel]:
-    """Compiles every kernel that the forward of `plans` launches on a GPU target.
+def compile_plans(target: str, plans: list[Plan], tell: Callable[[str], None]) -> list[CompiledKernel]:
+    """Compiles every kernel that the forward of `plans` launches on a GPU target; `tell` hears what is compiled.
 
     Raises ValueError for another target or a plan without kernels there, ImportError where NVRTC is missing,
     nvrtc.CompileError where it refuses a source.
@@ -97,6 +98,7 @@ def compile_plans(target: str, plans: list[Plan]) -> list[CompiledKernel]:
         names = [entry.removeprefix("mok_") for entry in kernel.entries]
         if not entries.intersection(names):
             continue
+        tell(f"{target}: {kernel.source}")
         cubin = nvrtc.compile_kernel(cuda.ARCH, kernel, cuda.DEFINE)
         remarks = _ptxas_remarks(cubin.log)
         report += [

@@ -250,8 +250,7 @@ def _build(args: argparse.Namespace) -> int:
         if target == "host":
             report["host"] = dataclasses.asdict(host_build_info())
         else:
-            print(f"compiling for {target} ...", file=sys.stderr, flush=True)
-            report[target] = [dataclasses.asdict(kernel) for kernel in compile_plans(target, plans)]
+            report[target] = [dataclasses.asdict(kernel) for kernel in compile_plans(target, plans, _tell)]
     if args.json:
         _print_json(report)
         return 0
@@ -265,6 +264,10 @@ def _build(args: argparse.Namespace) -> int:
             print(format_table(columns, [[row[column] for column in columns] for row in report[target]]))
             print(f"cache: {Path(report[target][0]['path']).parent}")
     return 0
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -95,6 +95,16 @@ MOK_DEVICE void raise_abort(const Args& args) {
                  args.generation + 1);
 }
 
+// Whether all ranks have sent what a call starts with: from then on none can delay it by being late.
+MOK_DEVICE bool all_have_come(const Args& args) {
+  const Edge edge = args.call.kind == CallKind::schedule ? Edge::topk_ready : Edge::input_ready;
+  const Word epoch = args.epoch_of(edge);
+  const Word* words = args.call.at<Word>(Region::words) + word_offset(edge, 0, 0, args.call.shape);
+  for (int32 src = 0; src < args.call.shape.num_ranks; ++src)
+    if (load_relaxed(words + src) < epoch) return false;
+  return true;
+}
+
 // Ranks whose word a worker has seen in this call: it need not look again.
 class SeenRanks {
  public:

@@ -93,8 +93,8 @@ struct PlaneList {
 // Values of a plane, relative to the task's tile: all of it, or what one warp holds of it.
 struct TilePart {
   int32 first_row, num_rows;
-  int32 first_col, num_cols;
-  const bf16* values;  // [num_rows, pitch]
+  int32 first_col, num_cols;  // what lies behind the last column is left out
+  const bf16* values;         // [num_rows, pitch]
   int64 pitch;
 };
 
@@ -184,21 +184,30 @@ struct GroupedGemm {
     }
   }
 
-  // Stores a part of a plane's tile. Padding rows become zeros, except where nobody reads them: behind the last token,
-  // and in what is pushed.
+  // Where the rows of a task's block start in a plane; null where each row has a place of its own, at its source.
+  MOK_DEVICE static bf16* plane_rows(const Call& call, const Task& task, Plane plane) {
+    if constexpr (kStage == Stage::down)
+      if (is_combine_in_down(call)) return nullptr;
+    return plane_block(call, task, plane);
+  }
+
+  // Stores a part of a plane's tile to `rows` (of plane_rows). Padding rows become zeros, except where nobody reads them:
+  // behind the last token, and in what is pushed.
   template <class Worker>
-  MOK_DEVICE static void store(const Call& call, Worker& worker, const Task& task, const GemmTile& tile, Plane plane,
-                               const TilePart& part) {
-    const bool is_pushed = kStage == Stage::down && is_combine_in_down(call);
-    const int32 end = (kIsShared || is_pushed) ? min_of(part.first_row + part.num_rows, tile.num_rows)
-                                               : part.first_row + part.num_rows;
-    const int32 first_col = tile.first_col + part.first_col;
-    const int64 pitch = width(call), first_row = int64{task.block} * call.shape.row_block() + part.first_row;
-    bf16* block = is_pushed ? nullptr : plane_block(call, task, plane) + part.first_row * pitch + first_col;
+  MOK_DEVICE static void store(const Call& call, Worker& worker, const Task& task, bf16* rows, const TilePart& part) {
+    const bool has_padding = !kIsShared && rows;
+    const int32 end =
+        has_padding ? part.first_row + part.num_rows : min_of(part.first_row + part.num_rows, task.num_rows);
+    const int32 first_col = task.part * kTileCols + part.first_col;
+    const int32 num_cols = min_of(part.num_cols, width(call) - first_col);
+    const int64 pitch = width(call), first_row = int64{task.block} * call.shape.row_block();
     worker.copy_rows(
-        end - part.first_row, part.num_cols * int64{sizeof(bf16)},
-        [&](int32 i) { return is_pushed ? combine_destination(call, first_row + i) + first_col : block + i * pitch; },
-        [&](int32 i) { return part.first_row + i < tile.num_rows ? part.values + i * part.pitch : nullptr; });
+        end - part.first_row, num_cols * int64{sizeof(bf16)},
+        [&](int32 i) {
+          const int64 row = part.first_row + i;
+          return (rows ? rows + row * pitch : combine_destination(call, first_row + row)) + first_col;
+        },
+        [&](int32 i) { return part.first_row + i < task.num_rows ? part.values + i * part.pitch : nullptr; });
   }
 
   template <class Worker>

@@ -10,12 +10,14 @@
 #if defined(MOK_TARGET_HOST)
 #define MOK_DEVICE inline
 #define MOK_ROW_BLOCK 0  // 128 or 256, by the shape
+#define MOK_TILE_COLS 128
 #define MOK_UNROLL
 #include "targets/host/math.h"
 #include "targets/host/memory.h"
 #elif defined(MOK_TARGET_SM90)
 #define MOK_DEVICE __device__ __forceinline__
 #define MOK_ROW_BLOCK 128
+#define MOK_TILE_COLS 128
 #define MOK_UNROLL _Pragma("unroll")
 #include "targets/cuda/math.h"
 #include "targets/cuda/memory.h"

@@ -142,6 +142,7 @@ class ProcessWorkspace(cuda.CudaWorkspace):
             self.device = cuda.get_device(self.torch_device.index or 0)
             with torch.cuda.device(self.torch_device):
                 self.functions = self._load(config.signals)
+                self._warm_up()
         except Exception as caught:
             error = caught
         group.exchange("loading kernels", error, self._timeout_s)
@@ -171,6 +172,17 @@ class ProcessWorkspace(cuda.CudaWorkspace):
             self.runtime.init_module(int(module))
             functions |= loaded
         return functions
+
+    def _warm_up(self) -> None:
+        """Launches every kernel once, for no call: what the driver does at a first launch would make a rank late inside
+        a call."""
+        sizes = host.extension().struct_sizes()
+        empty = [bytes(sizes["CallSet"]), bytes(sizes["Launch"])]
+        maps = bytes(128 * cuda.MAX_LOCAL_RANKS * len(cuda.MATRICES))
+        for function in self.functions.values():
+            arguments = [*empty, maps] if function.num_smem_bytes else empty
+            self._launch(function, arguments, torch.cuda.current_stream().cuda_stream, 1)
+        torch.cuda.synchronize()
 
     def _make_memory(self) -> Any:
         return ProcessMemory(self._ranks, self.runtime, self.torch_device, self._timeout_s)
@@ -228,7 +240,7 @@ class ProcessWorkspace(cuda.CudaWorkspace):
     def tell_peers(self, name: str, error: Exception) -> None:
         """Ends the calls of all ranks: this one cannot make its part. The workspace needs a reset then."""
         if self.failure is None:
-            self._report(f"{name}: rank {self._rank} raised {type(error).__name__}: {error}")
+            self._report("error", f"{name}: rank {self._rank} raised {type(error).__name__}: {error}")
             self.native.set_abort_words(self._smallest_shape(), range(self.num_ranks))
             self.failure = RuntimeError(
                 f"an earlier call failed on this rank; call workspace.reset() on every rank ({name}: {error})"
@@ -242,9 +254,10 @@ class ProcessWorkspace(cuda.CudaWorkspace):
     def _report_key(self) -> str:
         return f"{self._number}/{self.native.generation}"
 
-    def _report(self, text: str, waits: Sequence[Mapping[str, Any]] = ()) -> None:
+    def _report(self, reason: str, text: str, waits: Sequence[Mapping[str, Any]] = (), raised_by: int = -1) -> None:
         """Says what happened here, to peers that ask."""
-        self._ranks.post(self._report_key, {"text": text, "waits": list(waits)})
+        report = {"reason": reason, "text": text, "waits": list(waits), "raised_by": raised_by}
+        self._ranks.post(self._report_key, report)
 
     def _explain(self, failures: Sequence[Mapping[str, Any]]) -> Exception | None:
         (failure,) = failures
@@ -257,24 +270,32 @@ class ProcessWorkspace(cuda.CudaWorkspace):
         self._ranks.post(f"{self._report_key}/calls", list(self._recent))
         waits, reason = cuda.open_waits(failures), failure["reason"]
         if reason == "aborted":
-            self._report("", waits)
+            self._report(reason, "", waits, failure["raised_by"])
             return self._aborted(failure["raised_by"], waits)
         if reason == "timeout":
-            self._report("", waits)
+            self._report(reason, "", waits)
             others = [rank for rank in range(self.num_ranks) if rank != self._rank]
             return self._timeout(waits, self._ranks.reports(self._report_key, others, OWN_PATIENCE_S))
         if reason == "mismatch":
             error = self._mismatch(failure)
-        self._report(str(error))
+        self._report(reason, str(error))
         return error
 
     def _aborted(self, raiser: int, waits: Sequence[Mapping[str, Any]]) -> Exception:
-        report = self._ranks.reports(self._report_key, [raiser], REPORT_PATIENCE_S).get(raiser)
-        if report is None:
-            return MoKPeerError(f"rank {raiser} ended the call, and has not said why", raiser)
-        if report["waits"]:
-            return self._timeout(waits, {raiser: report})
-        return MoKPeerError(report["text"], raiser)
+        """The error of a rank whose call another one ended. That rank may have seen the end of a third one first, and
+        noted no more than that."""
+        asked: dict[int, Any] = {}
+        while raiser >= 0 and raiser != self._rank and raiser not in asked:
+            asked[raiser] = self._ranks.reports(self._report_key, [raiser], REPORT_PATIENCE_S).get(raiser)
+            report = asked[raiser]
+            if report is None:
+                return MoKPeerError(f"rank {raiser} ended the call, and has not said why", raiser)
+            if report["reason"] == "timeout":
+                return self._timeout(waits, asked)
+            if report["reason"] != "aborted":
+                return MoKPeerError(report["text"], raiser)
+            raiser = report["raised_by"]
+        return MoKPeerError(f"rank {max(asked, default=raiser)} ended the call, and has not said why")
 
     def _timeout(self, waits: Sequence[Mapping[str, Any]], reports: Mapping[int, Any]) -> Exception:
         rows = [*waits, *(wait for rank in sorted(reports) for wait in reports[rank]["waits"])]

@@ -332,7 +332,11 @@ def find_culprit(waits: Sequence[Mapping[str, Any]], ring_blocks: int = 1 << 30)
             generation = math.inf if wait["stage"] == "reduce" else -math.inf
         return generation, _TASK_ORDER.index(wait["stage"])
 
+    is_id_missing = any(wait["stage"] == "schedule" and wait["peer"] >= 0 for wait in waits)
+
     def is_root(wait: Mapping[str, Any]) -> bool:
+        if wait["stage"] == "schedule" and wait["peer"] < 0 and is_id_missing:
+            return False  # everything else in a schedule comes behind the ids of all ranks
         if wait["peer"] < 0:
             return not any(other["rank"] == wait["rank"] and place(other) < place(wait) for other in waits)
         if wait["stage"] == "schedule":

@@ -116,8 +116,19 @@ class StageRun:
 
 
 def segment_tables(segment_start: Tensor, segment_num_rows: Tensor, row_block: int) -> dict[str, Tensor]:
-    """What a kernel needs to know of a rank's segments (int32 [El+1] and [El]), in one window."""
-    num_rows = int(segment_start[-1])
+    """What a kernel needs to know of a rank's segments (int32 [El+1] and [El]), in one window.
+
+    Raises ValueError unless every segment is just as many row blocks as its rows need: no row block is all padding.
+    """
+    starts = torch.nn.functional.pad(
+        ((segment_num_rows.long() + row_block - 1) // row_block * row_block).cumsum(0), (1, 0)
+    )
+    if not torch.equal(starts, segment_start.long()):
+        raise ValueError(
+            f"segment_start must be {starts.tolist()} for segment_num_rows {segment_num_rows.tolist()} and "
+            f"row_block={row_block}, got {segment_start.tolist()}"
+        )
+    num_rows = int(starts[-1])
     num_blocks = segment_start.diff() // row_block
     experts = torch.arange(len(segment_num_rows), dtype=_INT32)
     return {

@@ -113,6 +113,21 @@ def test_a_missing_route_is_not_read() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("weights", [[2.0**27, -(2.0**27), 1, 0, 0, 0], [0, 0, 2.0**27, 0, -(2.0**27), 1]], ids=str)
+def test_routes_are_summed_in_order(mode: str, weights: list[float]) -> None:
+    """In float32, k ascending: the large terms cancel exactly before the small one comes, and only then."""
+    workload = make_workload(
+        [30, 3], K=6, S=0, routing=lambda rank, count, generator: torch.arange(count)[:, None].expand(count, 6) % 8
+    )
+    outputs = []
+    for row in (weights, [float(weight == 1) for weight in weights]):
+        workload.router_weights[:] = [torch.tensor(row).expand(len(x), 6).contiguous() for x in workload.x]
+        outputs.append(run_layer(workload, MoKConfig(mode=mode, **SMALL_RING)))
+    assert outputs[0].abs().sum() > 0
+    assert same_bits(*outputs)
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_a_nan_stays_in_its_token(mode: str) -> None:
     """Rows share tiles, ring slots and padding, but no value."""
     workload = make_workload([130, 130])

@@ -295,11 +295,16 @@ print(LocalGroup(2, executor="threads", num_workers=64).run(step))
 """
 
 
-def test_too_few_threads_are_an_error() -> None:
+def test_too_few_threads_are_an_error(tmp_path: Path) -> None:
     """Not the end of the process."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
     done = subprocess.run(
-        [sys.executable, "-c", TOO_FEW_THREADS], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", TOO_FEW_THREADS],
+        env=environment,
+        cwd=tmp_path,  # away from the sources: the installed package is meant
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Resource temporarily unavailable") == 2

@@ -121,11 +121,17 @@ def test_a_row_does_not_depend_on_those_beside_it() -> None:
 def test_both_row_blocks_and_all_workers_give_the_same_bits() -> None:
     rows, gate, up, starts, counts = random_case([250, 0, 3], 192, 768, row_block=256)
     want = grouped_gemm.launch(rows, (gate, up), starts, counts, row_block=256)
-    for row_block in (128, 256):
-        for executor in ("fibers", "threads"):
-            group = LocalGroup(1, order="random", executor=executor, num_workers=5)
-            have = grouped_gemm.launch(rows, (gate, up), starts, counts, row_block=row_block, group=group)
-            assert same_bits(have[0], want[0]) and same_bits(have[1], want[1])
+    is_filled = filled(starts, counts, len(rows))
+    packed, _, _, other_starts, _ = random_case([250, 0, 3], 192, 768, row_block=128)
+    is_filled_there = filled(other_starts, counts, len(packed))
+    packed[is_filled_there] = rows[is_filled]
+    for executor in ("fibers", "threads"):
+        group = LocalGroup(1, order="random", executor=executor, num_workers=5)
+        have = grouped_gemm.launch(rows, (gate, up), starts, counts, row_block=256, group=group)
+        assert same_bits(have[0], want[0]) and same_bits(have[1], want[1])
+        have = grouped_gemm.launch(packed, (gate, up), other_starts, counts, row_block=128, group=group)
+        assert same_bits(have[0][is_filled_there], want[0][is_filled])
+        assert same_bits(have[1][is_filled_there], want[1][is_filled])
 
 
 def test_nan_and_inf_stay_in_their_row_and_column() -> None:
@@ -162,8 +168,12 @@ def test_what_is_wrong_is_named() -> None:
         grouped_gemm.launch(rows, gate[:, :100], starts, counts)
     with pytest.raises(ValueError, match="Kdim must be a positive multiple of 64 for the kernel, got 60"):
         grouped_gemm.launch(rows[:, :60], gate[:, :, :60], starts, counts)
-    with pytest.raises(ValueError, match=r"segment_start must hold multiples of row_block=256, got \[0, 128, 256\]"):
+    with pytest.raises(
+        ValueError, match=r"segment_start must be \[0, 256, 512\] .* row_block=256, got \[0, 128, 256\]"
+    ):
         grouped_gemm.launch(rows, gate, starts, counts, row_block=256)
+    with pytest.raises(ValueError, match=r"segment_start must be \[0, 128, 128\] .*, got \[0, 128, 256\]"):
+        grouped_gemm.launch(rows, gate, starts, torch.tensor([100, 0]))
     with pytest.raises(ValueError, match="pair"):
         grouped_gemm.launch(rows, (gate, up[:, :64]), starts, counts)
     with pytest.raises(ValueError, match="segments must"):

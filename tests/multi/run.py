@@ -1,7 +1,7 @@
 """The layer on ranks that are processes: one command for any number of GPUs, or for several ranks on one.
 
     torchrun --nproc-per-node=4 tests/multi/run.py
-    torchrun --nproc-per-node=2 tests/multi/run.py --cases bits,late --signals nvshmem --repeats 10
+    torchrun --nproc-per-node=2 tests/multi/run.py --cases bits,late --bodies nvshmem --repeats 10
 
 Ranks take the GPUs in turn. Each case runs on every rank, which checks its own part and raises; `ok` is printed once a
 case. The last case, `killed`, loses a rank for good: the others must say so and end.
@@ -224,13 +224,16 @@ def case_late(rank: Rank) -> None:
     config = rank.config(timeout_s=0.25)
     workspace, part = rank.workspace(config, splits), rank.part(data, splits)
     whole = on_one_rank(rank, data)
-    for late in (0, rank.size - 1):
+    for late, is_late_for_schedule in ((0, True), (rank.size - 1, False)):
+        if rank.rank == late and is_late_for_schedule:
+            time.sleep(2 * config.timeout_s * rank.num_sharing)
         schedule = part.schedule(config, workspace)
-        if rank.rank == late:
+        if rank.rank == late and not is_late_for_schedule:
             torch.cuda.synchronize()
             time.sleep(2 * config.timeout_s * rank.num_sharing)
-        expect_bits(rank, part.forward(config, workspace, schedule), whole, splits)
+        output = part.forward(config, workspace, schedule)
         workspace.check()
+        expect_bits(rank, output, whole, splits)
 
 
 def case_missing(rank: Rank) -> None:
@@ -320,12 +323,12 @@ CASES: dict[str, Callable[[Rank], None]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated, of " + ", ".join(CASES))
-    parser.add_argument("--signals", default="direct,nvshmem", help="bodies, comma-separated")
+    parser.add_argument("--bodies", default="direct,nvshmem", help="bodies, comma-separated")
     parser.add_argument("--repeats", type=int, default=100, help="runs of the case bits")
     options = parser.parse_args()
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     distributed.init_process_group("gloo")
-    names, bodies = options.cases.split(","), options.signals.split(",")
+    names, bodies = options.cases.split(","), options.bodies.split(",")
     for signals in bodies:
         rank = Rank(signals)
         rank.repeats = options.repeats

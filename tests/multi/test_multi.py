@@ -42,7 +42,7 @@ def test_layer_under_torchrun(num_ranks: int, signals: str) -> None:
         str(SCRIPT),
     ]
     done = subprocess.run(
-        [*command, "--signals", signals], timeout=TIMEOUT_S, capture_output=True, text=True, check=False
+        [*command, "--bodies", signals], timeout=TIMEOUT_S, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
     assert done.stdout.count(f"({signals}) on {num_ranks} ranks") == 7, done.stdout
@@ -57,7 +57,7 @@ def test_killed_process_is_named_and_the_others_end() -> None:
     places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), "--cases", "killed", "--signals", "direct"],
+            [sys.executable, str(SCRIPT), "--cases", "killed", "--bodies", "direct"],
             env={**os.environ, **places, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -34,7 +34,7 @@ struct Waiter {
       return true;
     }
     // One late rank stalls every inner edge of the others: the inner clock starts when all have come.
-    if (!is_ended && !is_start && args.call.kind != CallKind::schedule && !all_have_published(args)) {
+    if (!is_ended && !is_start && !all_have_come(args)) {
       started_ns = now;
       return true;
     }
@@ -49,12 +49,6 @@ struct Waiter {
   }
 
  private:
-  __device__ static bool all_have_published(const Args& args) {
-    for (int32 src = 0; src < args.call.shape.num_ranks; ++src)
-      if (load_relaxed(args.word(Edge::input_ready, args.call_epoch, src, args.call.rank)) < args.call_epoch)
-        return false;
-    return true;
-  }
   // The first failure of a rank stays.
   __device__ void record(const Args& args, const Wait& wait, FailureReason reason) {
     Failure* failure = args.call.failure;

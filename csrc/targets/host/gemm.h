@@ -60,7 +60,7 @@ void gemm_tile(const Call& call, Worker& worker, const Task& task) {
     }
     const long long element_end = now_ns();
     const TilePart part{0, call.shape.row_block(), 0, tile.num_cols, scratch.tile.data(), S::kTileCols};
-    S::store(call, worker, task, tile, plane, part);
+    S::store(call, worker, task, S::plane_rows(call, task, plane), part);
     const long long store_end = now_ns();
     // A stage that lives in this epilogue gets its share of the time, so that tables show it in every plan.
     const bool is_swiglu = S::kStage == Stage::gate_up && plane == Plane::hidden;

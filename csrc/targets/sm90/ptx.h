@@ -60,6 +60,21 @@ MOK_DEVICE void mbarrier_wait(uint32 barrier, uint32 parity) {
       : "memory");
 }
 
+// True if the phase is over; may be false early.
+MOK_DEVICE bool mbarrier_test(uint32 barrier, uint32 parity) {
+  uint32 is_over;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(is_over)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return is_over != 0;
+}
+
 // ---- TMA ----
 
 MOK_DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }

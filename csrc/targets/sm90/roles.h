@@ -8,6 +8,9 @@
 // cases of the time of torch._grouped_mm over ours: 1.10 against 1.06. The shared tile exposes its epilogue at every
 // K; ping-pong reads more shared memory and L2 and so runs at a lower clock (1445 against 1545 MHz at K = 7168), which
 // eats part of it. Multicast over 2-CTA clusters: +0.3%, left out. ptxas wants no `trap` in a role (C7512).
+// Tried: the shared 128 x 256 tile whose rounded words are stored 32 columns at a time in the shadow of the next tile's
+// first k blocks. With a bare epilogue 1.11 (and 1.05 where each kernel runs alone, ping-pong 1.00: the better design);
+// with this file's general epilogue a step has about 700 instructions, outlasts its k block, and down falls to 0.84.
 #pragma once
 
 #include "protocol/leave.h"
@@ -99,7 +102,7 @@ class StoreWorker {
   template <class Dst, class Src>
   MOK_DEVICE void copy_rows(int32 count, int64 num_bytes, Dst&& dst, Src&& src) {
     const int32 lane = static_cast<int32>(lane_idx()), column = lane % 8;
-    if (column * 16 >= num_bytes) return;
+    if (column * 16 >= static_cast<int32>(num_bytes)) return;  // none of them, where it is negative
     MOK_UNROLL
     for (int32 first = 0; first < 16; first += 4) {
       const int32 row = first + lane / 8;
@@ -279,7 +282,7 @@ class Roles {
           multiply<1>(acc, stage, num_blocks);
         named_arrive(kTurn + (group ^ 1), 256);
         finish(acc, stage);
-        if (state == kReady) store(args.call, task, tile, acc, staging, warp);
+        if (state == kReady) store(args.call, task, acc, staging, warp);
         __syncwarp();
         if (lane_idx() == 0) mbarrier_arrive(address(&shared_.stored[tile_slot]));
       }
@@ -320,22 +323,22 @@ class Roles {
   }
 
   // Plane by plane, 16 rows x 64 columns of a warp at a time.
-  MOK_DEVICE void store(const Call& call, const Task& task, const GemmTile& tile, const float (&acc)[2][64],
-                        bf16* staging, uint32 warp) {
+  MOK_DEVICE void store(const Call& call, const Task& task, const float (&acc)[2][64], bf16* staging, uint32 warp) {
     PlaneList planes = S::planes(call, task);
 #pragma unroll 1
     while (!planes.is_empty()) {
       const Plane plane = planes.pop();
+      bf16* rows = S::plane_rows(call, task, plane);
       MOK_UNROLL
       for (int32 half = 0; half < 2; ++half) {
         MOK_UNROLL
         for (int32 first_col = 0; first_col < S::kTileCols; first_col += 64)
-          store_part(call, task, tile, plane, acc[half], first_col, half * 64 + static_cast<int32>(warp) * 16, staging);
+          store_part(call, task, plane, rows, acc[half], first_col, half * 64 + static_cast<int32>(warp) * 16, staging);
       }
     }
   }
-  MOK_DEVICE void store_part(const Call& call, const Task& task, const GemmTile& tile, Plane plane,
-                             const float (&acc)[64], int32 first_col, int32 first_row, bf16* staging) {
+  MOK_DEVICE void store_part(const Call& call, const Task& task, Plane plane, bf16* rows, const float (&acc)[64],
+                             int32 first_col, int32 first_row, bf16* staging) {
     const uint32 lane = lane_idx();
     const uint32 write = address(staging) + (lane % 8) * kStagingPitch * sizeof(bf16) + lane / 8 * 16;
     MOK_UNROLL
@@ -357,11 +360,8 @@ class Roles {
       }
     }
     __syncwarp();
-    const int32 num_cols = min_of(64, tile.num_cols - first_col);
-    if (num_cols > 0) {
-      StoreWorker worker;
-      S::store(call, worker, task, tile, plane, TilePart{first_row, 16, first_col, num_cols, staging, kStagingPitch});
-    }
+    StoreWorker worker;
+    S::store(call, worker, task, rows, TilePart{first_row, 16, first_col, 64, staging, kStagingPitch});
     __syncwarp();
   }
 
