@@ -15,27 +15,25 @@ constexpr int kPollNs = 64;
 
 // Bounded waits: what a poll must know beyond the word. Used by every kind of worker.
 struct Waiter {
-  Word started_ns = 0;
+  Word clock_ns = 0;  // since when the wait counts; its lowest bit: whether it counts at all. One word for want of registers
   Task task;
   int32 launch_idx = 0;
 
-  __device__ void begin() { started_ns = 0; }
+  __device__ void begin() { clock_ns = 0; }
 
   // false: the wait has expired, and every rank was told, or the call was ended elsewhere.
   __device__ bool pause(const Args& args, const Wait& wait) {
     const bool is_ended = is_aborted(args);
-    const Word now = global_timer_ns();
-    if (started_ns == 0) started_ns = now;
+    const Word now = global_timer_ns() | 1;
     const bool is_start = wait.edge == Edge::input_ready || wait.edge == Edge::topk_ready ||
                           wait.edge == Edge::entered || (wait.edge == Edge::done && task.stage == Stage::publish);
     const Word limit = is_start ? args.call.start_timeout_ns : args.call.timeout_ns;
-    if (!is_ended && (limit == 0 || now - started_ns < limit)) {
+    // One late rank stalls every inner edge of the others: the inner clock starts when all are seen to have come,
+    // which is looked at eight times a timeout, so that an error is late by no more than that.
+    if (clock_ns == 0 || (!(clock_ns & 1) && limit != 0 && now - clock_ns >= limit / 8))
+      clock_ns = is_start || all_have_come(args) ? now : now - 1;
+    if (!is_ended && (limit == 0 || !(clock_ns & 1) || now - clock_ns < limit)) {
       __nanosleep(kPollNs);
-      return true;
-    }
-    // One late rank stalls every inner edge of the others: the inner clock starts when all have come.
-    if (!is_ended && !is_start && !all_have_come(args)) {
-      started_ns = now;
       return true;
     }
     record(args, wait, is_ended ? kFailureAborted : kFailureTimeout);
