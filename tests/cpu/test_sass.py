@@ -19,7 +19,7 @@ from mok_modular import nvrtc
 from mok_modular.plan import all_plans
 from mok_modular.targets import cuda
 
-MAX_REGISTERS = {"copy": 80, "gemm": 168}
+MAX_REGISTERS = {"copy": 80, "reduce": 128, "gemm": 168}  # reduce: two CTAs an SM
 MAX_SPILL_BYTES = {"copy": 96, "gemm": 0}  # the leader's slow path may spill a few words; a role loop may not
 MAX_SMEM_BYTES = 227 * 1024
 
@@ -88,7 +88,7 @@ def test_kernel(name: str, tmp_path: Path) -> None:
     report = ptxas_report(cubin)
     assert set(report) == set(kernel.entries)
     for entry, (registers, spilled) in report.items():
-        assert registers <= MAX_REGISTERS[kind], f"{entry}: {registers} registers"
+        assert registers <= MAX_REGISTERS.get(name, MAX_REGISTERS[kind]), f"{entry}: {registers} registers"
         assert spilled <= MAX_SPILL_BYTES[kind], f"{entry}: {spilled} bytes spilled"
     for entry, code in disassemble(cubin, tmp_path).items():
         assert "CONSTANT" not in "".join(re.findall(r"LDG\S*", code)), f"{entry} reads a region past the acquire"
@@ -143,6 +143,6 @@ def test_cache_is_used_verified_and_repaired() -> None:
 
 
 def test_a_source_that_does_not_compile_shows_the_log() -> None:
-    broken = nvrtc.Kernel("split/publish.cu", ("mok_publish",), ("Publish=Nonsense",))
+    broken = nvrtc.Kernel("split/publish.cu", ("mok_publish",), ("Region=5",))
     with pytest.raises(nvrtc.CompileError, match=r"publish\.cu does not compile"):
         compiled(broken)

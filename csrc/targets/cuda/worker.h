@@ -15,7 +15,7 @@ constexpr int kPollNs = 64;
 
 // Bounded waits: what a poll must know beyond the word. Used by every kind of worker.
 struct Waiter {
-  Word clock_ns = 0;  // since when the wait counts; its lowest bit: whether it counts at all. One word for want of registers
+  Word clock_ns = 0;  // since when the wait counts; lowest bit: whether it does. One word for want of registers
   Task task;
   int32 launch_idx = 0;
 
