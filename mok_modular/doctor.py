@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import shlex
@@ -196,12 +197,32 @@ def _check_gpus(report: Report) -> None:
     try:
         import torch
 
-        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        names = [
+            f"{torch.cuda.get_device_name(i)} (sm_{''.join(map(str, torch.cuda.get_device_capability(i)))})"
+            for i in range(torch.cuda.device_count())
+        ]
     except Exception as error:  # a driver at odds with torch raises many things, and none of them is in the way
         report.facts["gpus"] = f"cannot be listed: {error}"
         return
     found = ", ".join(names) if names else "none"
-    report.facts["gpus"] = f"{found}; this version has no GPU target, it runs on CPU ranks only"
+    report.facts["gpus"] = f"{found}; this version has kernels for sm_90 (Hopper) only, and for some plans"
+    if any("(sm_90)" in name for name in names):
+        _check_gpu_packages(report)
+
+
+def _check_gpu_packages(report: Report) -> None:
+    """What a Hopper GPU needs to be used."""
+    for module, package in (
+        ("cuda.bindings.nvrtc", "cuda-python and nvidia-cuda-nvrtc"),
+        ("nvshmem", "nvshmem4py-cu13"),
+    ):
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            why = "kernels are compiled with it" if "nvrtc" in module else "ranks in several processes need it"
+            report.warn(
+                f"{module} does not import ({error}): {why}", f"install {package}: pip install 'mok-modular[cuda]'"
+            )
 
 
 def _check_variables(report: Report, environ: dict[str, str]) -> None:

@@ -228,7 +228,7 @@ class Tasks {
     task->block = piece_.first_block + at % piece_.num_blocks;
     task->part = at / piece_.num_blocks;
     task->expert = piece_.expert;
-    task->num_rows = min_of(row_block, piece_.end_row - task->block * row_block);
+    task->num_rows = max_of(0, min_of(row_block, piece_.end_row - task->block * row_block));
   }
 
   const Args& args_;

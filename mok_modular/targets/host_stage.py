@@ -27,7 +27,7 @@ class StageRun:
     """The ranks of one launch. `tables` holds every rank's tables of rows (see `segment_tables`), with El local
     experts each; a width that the stage does not use may stay 0.
 
-    Raises ValueError if `group` has another number of ranks or `row_block` is none that the target has.
+    Raises ValueError if `group` has another number of ranks or device, or `row_block` is none that the target has.
     """
 
     def __init__(
@@ -51,6 +51,10 @@ class StageRun:
         self.group = group or LocalGroup(len(tables))
         if self.group.size() != len(tables):
             raise ValueError(f"group has {self.group.size()} ranks, the arguments are for {len(tables)}")
+        if self.group.device != "cpu":
+            raise ValueError(
+                f"group must be on the CPU: a stage runs alone on the host target, got {self.group.device}"
+            )
         if row_block not in ROW_BLOCKS:
             raise ValueError(f"row_block must be one of {ROW_BLOCKS} here, got {row_block}")
         shape = self.shape = extension().Shape()

@@ -374,7 +374,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     report = run_json(capsys, ["doctor"])
     assert report["ok"] is True
     assert {"python", "torch", "host target", "host flags", "cpu", "cpu features", "gpus"} <= set(report["facts"])
-    assert "no GPU target" in report["facts"]["gpus"]
+    assert "kernels for sm_90" in report["facts"]["gpus"]
     assert "right output" in report["facts"]["forward"]
     (problem,) = [p for p in report["problems"] if "CUDA_" in p["what"]]
     assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in problem["what"]

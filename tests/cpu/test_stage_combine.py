@@ -11,7 +11,8 @@ from torch import Tensor
 
 from mok_modular import LocalGroup
 from mok_modular.stages import combine, schedule
-from mok_modular.stages.tables import Tables
+from mok_modular.stages.tables import Tables, kernel_tables
+from mok_modular.targets import host_stage
 
 DIRECTIONS = ("push", "pull")
 
@@ -46,7 +47,7 @@ def check_cells(case: Routing, cells: list[Tensor], hidden_size: int, row_block:
     direction=st.sampled_from(DIRECTIONS),
     data=st.data(),
 )
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=100)
 def test_cells_are_those_of_the_reference(
     case: Routing, hidden_size: int, row_block: int, direction: str, data: st.DataObject
 ) -> None:
@@ -95,6 +96,35 @@ def test_any_bits_pass_and_views_do(direction: str) -> None:
     for have, table in zip(combine.launch(ys, tables, direction=direction), tables, strict=True):
         for i, (rank, row) in enumerate(zip(table.route_rank.tolist(), table.route_row.tolist(), strict=True)):
             assert same_bits(have[i], ys[rank][row])
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_nothing_else_is_written(direction: str) -> None:
+    # Memory is 0xff before. Missing routes keep it, and so does what a rank with fewer tokens does not need.
+    case = routing([61, 0, 300, 5], num_experts=8, topk=6, kind="missing", seed=2)
+    tables = schedule.reference(case.ids, num_experts=8)
+    by_rank, row_block = kernel_tables(tables)
+    run = host_stage.StageRun(
+        "combine",
+        by_rank,
+        row_block=row_block,
+        num_tokens=[len(ids) for ids in case.ids],
+        topk=6,
+        hidden_size=192,
+        is_pull_combine=direction == "pull",
+    )
+    for rank, y in enumerate(outputs(tables, 192)):
+        run.fill(rank, "ring_y", y[: len(tables[rank].peer_rank)])
+    stats = run.launch()
+    for rank, table in enumerate(tables):
+        cells = run.region(rank, "combine", 192).view(torch.int16)
+        assert len(cells) == 300 * 6
+        is_written = torch.zeros(len(cells), dtype=torch.bool)
+        is_written[: len(table.route_rank)] = table.route_rank >= 0
+        assert (cells[~is_written] == -1).all()
+        assert (cells[is_written] != -1).all()
+        moved = table.route_rank if direction == "pull" else table.peer_rank
+        assert sum(row["num_rows"] for row in stats[rank]) == int((moved >= 0).sum())
 
 
 def test_what_is_wrong_is_named() -> None:

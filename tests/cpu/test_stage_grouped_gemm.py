@@ -45,7 +45,7 @@ def random_case(num_rows: list[int], num_cols: int, num_k: int, row_block: int =
     widths=st.tuples(st.sampled_from(HIDDEN_SIZES[:3]), st.sampled_from(INTERMEDIATE_SIZES)),
     data=st.data(),
 )
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=60)
 def test_every_row_meets_its_experts_weights(
     row_block: int, is_pair: bool, widths: tuple[int, int], data: st.DataObject
 ) -> None:

@@ -66,7 +66,7 @@ def check_windows(built: MoKSchedule, row_block: int, config: MoKConfig) -> None
 
 
 @hypothesis.given(case=routings(), row_block=st.sampled_from([128, 256]), data=st.data())
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=100)
 def test_tables_are_those_of_the_reference(case: Routing, row_block: int, data: st.DataObject) -> None:
     group = data.draw(groups(len(case.ids)))
     check_tables(
