@@ -4,7 +4,7 @@ Every stage is a kernel of its own, or all of them are one persistent kernel, fr
 with the same bits. See README.md for ten lines that run, docs/design.md for how it is built.
 """
 
-from mok_modular import functional, stages
+from mok_modular import functional, reference, stages
 from mok_modular.config import PRESETS, MoEShape, MoKConfig
 from mok_modular.errors import MoKDeadlockError, MoKPeerError, MoKTimeoutError
 from mok_modular.functional import MoKForwardContext, MoKSchedule
@@ -30,5 +30,6 @@ __all__ = [
     "Plan",
     "Workspace",
     "functional",
+    "reference",
     "stages",
 ]
