@@ -85,21 +85,21 @@ def compile_plans(target: str, plans: list[Plan], tell: Callable[[str], None]) -
     """
     from mok_modular import nvrtc
     from mok_modular.config import MoKConfig
-    from mok_modular.targets import cuda
+    from mok_modular.targets import cuda_device
 
-    if target != cuda.ARCH:
-        raise ValueError(f"target {target!r} is not compiled at run time; {cuda.ARCH} is")
+    if target != cuda_device.ARCH:
+        raise ValueError(f"target {target!r} is not compiled at run time; {cuda_device.ARCH} is")
     entries = {"schedule"}
     for plan in plans:
-        cuda.check_plan(MoKConfig(mode=str(plan)))
-        entries |= {cuda.ENTRIES[launch.stages] for launch in plan.launches(1, has_shared=True)}
+        cuda_device.check_plan(MoKConfig(mode=str(plan)))
+        entries |= {cuda_device.ENTRIES[launch.stages] for launch in plan.launches(1, has_shared=True)}
     report = []
-    for kernel in (*cuda.COPY_KERNELS.values(), cuda.GEMM_KERNEL):
+    for kernel in (*cuda_device.COPY_KERNELS.values(), cuda_device.GEMM_KERNEL):
         names = [entry.removeprefix("mok_") for entry in kernel.entries]
         if not entries.intersection(names):
             continue
         tell(f"{target}: {kernel.source}")
-        cubin = nvrtc.compile_kernel(cuda.ARCH, kernel, cuda.DEFINE)
+        cubin = nvrtc.compile_kernel(cuda_device.ARCH, kernel, cuda_device.DEFINE)
         remarks = _ptxas_remarks(cubin.log)
         report += [
             CompiledKernel(name, kernel.source, *remarks[f"mok_{name}"], cubin.is_from_cache, str(cubin.path))

@@ -10,48 +10,27 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mok_modular import nvrtc
 from mok_modular.config import MoKConfig
 from mok_modular.errors import MoKPeerError, MoKTimeoutError
 from mok_modular.targets import host
+from mok_modular.targets.cuda_device import (
+    ENTRIES,
+    Function,
+    check,
+    check_plan,
+    driver,
+    encode_map,
+    get_device,
+)
 
-ARCH = "sm_90a"
-DEFINE = "MOK_TARGET_SM90"
 MAX_LOCAL_RANKS = 8
-COPY_THREADS, COPY_CTAS_PER_SM = 256, 3  # kThreads and kCtasPerSm of csrc/targets/cuda/worker.h
-GEMM_THREADS = 384
 ZEROED = frozenset({"words", "arrivals", "counters", "epochs", "num_tokens"})
 """Regions that start from zero; the others start full of NaN."""
-
-GEMM_SMEM_BYTES = 216320
-"""Dynamic shared memory of a GEMM CTA: sizeof(Shared) of csrc/targets/sm90/roles.h, which asserts that it is enough."""
-
-COPY_KERNELS = {
-    name: nvrtc.Kernel(f"split/{name}.cu", (f"mok_{name}",))
-    for name in ("schedule", "publish", "dispatch", "swiglu", "combine", "reduce")
-}
-GEMM_KERNEL = nvrtc.Kernel(
-    "split/grouped_gemm.cu",
-    ("mok_gate_up", "mok_down", "mok_shared_gate_up", "mok_shared_down"),
-    (f"MOK_GEMM_SMEM_BYTES={GEMM_SMEM_BYTES}",),
-)
-ENTRIES: dict[tuple[str, ...], str] = {
-    **{(name,): name for name in COPY_KERNELS},
-    ("gate_up",): "gate_up",
-    ("gate_up", "swiglu"): "gate_up",
-    ("down",): "down",
-    ("down", "combine"): "down",
-    ("shared_gate_up",): "shared_gate_up",
-    ("shared_down",): "shared_down",
-}
-"""The kernel that runs a group of stages: in gate_up+swiglu and down+combine the second lives in the epilogue."""
 
 MATRICES = (
     "x",
@@ -67,79 +46,6 @@ MATRICES = (
     "w_shared_down",
 )
 """The matrices that a product may read, in the order of `Matrix` in csrc/stages/grouped_gemm.h."""
-
-
-def check_plan(config: MoKConfig) -> None:
-    """Raises ValueError for a plan with a group of stages that has no kernel on this target."""
-    for group in config.plan.groups:
-        if group not in ENTRIES or (group == ("down", "combine") and config.combine == "pull"):
-            raise ValueError(
-                f"mode {str(config.plan)!r}: {'+'.join(group)} with combine={config.combine!r} has no kernel on {ARCH} "
-                "in this version; available are the plans that fuse no more than gate_up+swiglu and down+combine"
-            )
-    if config.row_block not in (None, 128):
-        raise ValueError(f"row_block must be 128 on {ARCH}, got {config.row_block}")
-
-
-@dataclass(frozen=True)
-class Function:
-    """A loaded kernel: its CUfunction, threads a CTA, dynamic shared memory, CTAs an SM."""
-
-    handle: Any
-    num_threads: int
-    num_smem_bytes: int
-    ctas_per_sm: int
-
-
-class Device:
-    """The loaded kernels of one GPU. Everything is compiled and loaded before the first launch: loading a module
-    while kernels wait for each other can wedge the context."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        properties = torch.cuda.get_device_properties(index)
-        if (properties.major, properties.minor) != (9, 0):
-            raise RuntimeError(
-                f"cuda:{index} is {properties.name} (sm_{properties.major}{properties.minor}); this version has "
-                f"kernels for {ARCH} only"
-            )
-        self.num_sms = properties.multi_processor_count
-        with torch.cuda.device(index):
-            torch.cuda.current_stream()
-            torch.zeros(1, device=f"cuda:{index}")  # the primary context exists from here on
-            self.functions = self._load()
-
-    def _load(self) -> dict[str, Function]:
-        functions: dict[str, Function] = {}
-        for kernel in (*COPY_KERNELS.values(), GEMM_KERNEL):
-            functions |= load_kernel(kernel, nvrtc.compile_kernel(ARCH, kernel, DEFINE))[0]
-        return functions
-
-
-def load_kernel(kernel: nvrtc.Kernel, cubin: nvrtc.Cubin) -> tuple[dict[str, Function], Any]:
-    """Loads compiled code into the current context: its functions by name, and the CUmodule."""
-    is_gemm = kernel is GEMM_KERNEL
-    functions = {}
-    module = _check(_driver().cuModuleLoadData(cubin.data))
-    for entry in kernel.entries:
-        handle = _check(_driver().cuModuleGetFunction(module, entry.encode()))
-        num_smem_bytes = GEMM_SMEM_BYTES + 1024 if is_gemm else 0  # and room for its alignment
-        if num_smem_bytes:
-            attribute = _driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _check(_driver().cuFuncSetAttribute(handle, attribute, num_smem_bytes))
-        functions[entry.removeprefix("mok_")] = Function(
-            handle,
-            GEMM_THREADS if is_gemm else COPY_THREADS,
-            num_smem_bytes,
-            1 if is_gemm else COPY_CTAS_PER_SM,
-        )
-    return functions, module
-
-
-@cache
-def get_device(index: int) -> Device:
-    """The loaded kernels of GPU `index`."""
-    return Device(index)
 
 
 class CudaMemory:
@@ -376,8 +282,8 @@ class CudaWorkspace(host.SharedWorkspace):
         buffers = [ctypes.create_string_buffer(argument, len(argument)) for argument in arguments]
         pointers = (ctypes.c_void_p * len(buffers))(*[ctypes.addressof(buffer) for buffer in buffers])
         num_ctas = num_sms * function.ctas_per_sm
-        _check(
-            _driver().cuLaunchKernel(
+        check(
+            driver().cuLaunchKernel(
                 function.handle,
                 num_ctas,
                 1,
@@ -436,7 +342,7 @@ class CudaWorkspace(host.SharedWorkspace):
 
 def copy_to_device(address: int, value: Tensor, stream: torch.cuda.Stream) -> None:
     """Copies a tensor in pinned memory to a device address, which may be a peer's."""
-    _check(_driver().cuMemcpyHtoDAsync(address, value.data_ptr(), value.nbytes, stream.cuda_stream))
+    check(driver().cuMemcpyHtoDAsync(address, value.data_ptr(), value.nbytes, stream.cuda_stream))
 
 
 def open_waits(failures: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -448,50 +354,6 @@ def open_waits(failures: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def encode_map(address: int, dims: tuple[int, ...]) -> bytes:
-    """The 128 bytes of a CUtensorMap: BF16, innermost dimension first, boxes of 64 x 64 (x 1), 128-byte swizzle."""
-    driver = _driver()
-    box = (64, 64, 1)[: len(dims)]
-    strides = []
-    num_bytes = 2
-    for dim in dims[:-1]:
-        num_bytes *= dim
-        strides.append(num_bytes)
-    tensor_map = _check(
-        driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-            len(dims),
-            address,
-            [driver.cuuint64_t(dim) for dim in dims],
-            [driver.cuuint64_t(stride) for stride in strides],
-            [driver.cuuint32_t(size) for size in box],
-            [driver.cuuint32_t(1)] * len(dims),
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-    )
-    return ctypes.string_at(int(tensor_map.getPtr()), 128)
-
-
 def _address(call: host.Call, name: str) -> int:
     tensor = call.tensors.get(name)
     return tensor.data_ptr() if tensor is not None and tensor.numel() else 0
-
-
-@cache
-def _driver() -> Any:
-    try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise ImportError(f"the CUDA target needs cuda-python ({error}); {nvrtc.NEEDS}") from error
-    return driver
-
-
-def _check(result: tuple[Any, ...]) -> Any:
-    code, *values = result
-    if int(code) != 0:
-        text = _driver().cuGetErrorString(code)[1]
-        raise RuntimeError(f"CUDA driver: {text.decode() if text else code}")
-    return values[0] if len(values) == 1 else values

@@ -18,7 +18,7 @@ from mok_modular import device_library, nvrtc, nvshmem
 from mok_modular.config import MoKConfig
 from mok_modular.errors import MoKPeerError, MoKTimeoutError
 from mok_modular.process_group import ProcessRanks
-from mok_modular.targets import cuda, host
+from mok_modular.targets import cuda, cuda_device, host
 from mok_modular.targets.cuda_symmetric import ProcessMemory
 
 HANDSHAKE = nvrtc.Kernel("split/handshake.cu", ("mok_handshake",))
@@ -52,7 +52,7 @@ class ProcessWorkspace(cuda.CudaWorkspace):
         self.runtime.is_shared_gpu |= self.timeout_factor > 1
         error: Exception | None = None
         try:
-            self.device = cuda.get_device(self.torch_device.index or 0)
+            self.device = cuda_device.get_device(self.torch_device.index or 0)
             with torch.cuda.device(self.torch_device):
                 self.functions = self._load(config.signals)
                 self._warm_up()
@@ -73,15 +73,17 @@ class ProcessWorkspace(cuda.CudaWorkspace):
                 )
         return max(len(ranks) for ranks in shared.values())
 
-    def _load(self, signals: str) -> dict[str, cuda.Function]:
+    def _load(self, signals: str) -> dict[str, cuda_device.Function]:
         """The kernels of this workspace: the device's; where asked for, others in place of those without products."""
         functions = dict(self.device.functions)
         if signals == "direct":
-            functions |= cuda.load_kernel(HANDSHAKE, nvrtc.compile_kernel(cuda.ARCH, HANDSHAKE, cuda.DEFINE))[0]
+            functions |= cuda_device.load_kernel(
+                HANDSHAKE, nvrtc.compile_kernel(cuda_device.ARCH, HANDSHAKE, cuda_device.DEFINE)
+            )[0]
             return functions
-        for kernel in (*cuda.COPY_KERNELS.values(), HANDSHAKE):
-            cubin = device_library.compile_kernel(cuda.ARCH, kernel, cuda.DEFINE)
-            loaded, module = cuda.load_kernel(kernel, cubin)
+        for kernel in (*cuda_device.COPY_KERNELS.values(), HANDSHAKE):
+            cubin = device_library.compile_kernel(cuda_device.ARCH, kernel, cuda_device.DEFINE)
+            loaded, module = cuda_device.load_kernel(kernel, cubin)
             self.runtime.init_module(int(module))
             functions |= loaded
         return functions

@@ -17,7 +17,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="compiling for a GPU needs cud
 
 from mok_modular import nvrtc
 from mok_modular.plan import all_plans
-from mok_modular.targets import cuda
+from mok_modular.targets import cuda_device
 
 MAX_REGISTERS = {"copy": 80, "reduce": 128, "gemm": 168}  # reduce: two CTAs an SM
 MAX_SPILL_BYTES = {"copy": 96, "gemm": 0}  # the leader's slow path may spill a few words; a role loop may not
@@ -46,7 +46,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def compiled(kernel: nvrtc.Kernel) -> nvrtc.Cubin:
-    return nvrtc.compile_kernel(cuda.ARCH, kernel, cuda.DEFINE)
+    return nvrtc.compile_kernel(cuda_device.ARCH, kernel, cuda_device.DEFINE)
 
 
 def disassemble(cubin: nvrtc.Cubin, folder: Path) -> dict[str, str]:
@@ -77,7 +77,10 @@ def ptxas_report(cubin: nvrtc.Cubin) -> dict[str, tuple[int, int]]:
     return report
 
 
-ALL = {**{name: (kernel, "copy") for name, kernel in cuda.COPY_KERNELS.items()}, "gemm": (cuda.GEMM_KERNEL, "gemm")}
+ALL = {
+    **{name: (kernel, "copy") for name, kernel in cuda_device.COPY_KERNELS.items()},
+    "gemm": (cuda_device.GEMM_KERNEL, "gemm"),
+}
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -110,7 +113,7 @@ def check_gemm(entry: str, code: str) -> None:
 
 
 def test_shared_memory_fits() -> None:
-    assert cuda.GEMM_SMEM_BYTES + 1024 <= MAX_SMEM_BYTES
+    assert cuda_device.GEMM_SMEM_BYTES + 1024 <= MAX_SMEM_BYTES
 
 
 def test_every_plan_has_kernels_or_says_that_it_has_none() -> None:
@@ -119,17 +122,17 @@ def test_every_plan_has_kernels_or_says_that_it_has_none() -> None:
     supported = 0
     for plan in all_plans():
         config = MoKConfig(mode=str(plan))
-        if all(group in cuda.ENTRIES for group in plan.groups):
-            cuda.check_plan(config)
+        if all(group in cuda_device.ENTRIES for group in plan.groups):
+            cuda_device.check_plan(config)
             supported += 1
         else:
             with pytest.raises(ValueError, match="has no kernel"):
-                cuda.check_plan(config)
+                cuda_device.check_plan(config)
     assert supported == 4
 
 
 def test_cache_is_used_verified_and_repaired() -> None:
-    kernel = cuda.COPY_KERNELS["publish"]
+    kernel = cuda_device.COPY_KERNELS["publish"]
     first = compiled(kernel)
     again = compiled(kernel)
     assert again.is_from_cache
