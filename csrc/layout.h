@@ -299,7 +299,7 @@ struct Schedule {
   int32* route_row;          // [max_tokens * K]     its row there
   int32* sorted_route;       // [max_tokens * K]     own routes by (expert, order): push dispatch's order
 };
-enum ScheduleCount : int32 { kCountRows, kCountWindows, kCountRoutes, kCountWantedRows, kNumCounts };
+enum ScheduleCount : int32 { kCountRows, kCountWindows, kCountRoutes, kCountWantedRows, kCountBuild, kNumCounts };
 
 struct Tensors {
   const bf16* x;                // [T, H]

@@ -50,7 +50,7 @@ class MoKSchedule:
     segment_start [El+1], segment_num_rows [El]: rows of each local expert, with and without padding.
     row_block_expert [C / row_block]: local expert of a row block.
     window_start, generation_window: the order of work: row blocks of each window, windows of each macrobatch.
-    counts [4]: rows, windows, routes of this rank, rows wanted.
+    counts [5]: rows, windows, routes of this rank, rows wanted, number of the build.
     route_rank, route_row [T*K]: owner and row there of this rank's own routes; -1 for none.
     sorted_route [T*K]: own routes by expert, the order in which a pusher sends them.
     """
@@ -195,6 +195,8 @@ def forward(
                 "shared_size": shared_size,
                 "swiglu_limit": swiglu_limit,
                 "mode": str(config.plan),
+                # Without a look at the device, so not on a GPU.
+                "schedule": None if schedule.counts.is_cuda else int(schedule.counts[4]),
                 **_config_agreement(workspace, config),
             },
             intermediate_size=intermediate_size,

@@ -233,6 +233,7 @@ struct ScheduleStage {
     schedule.segment_start[s.num_local_experts] = is_over ? 0 : static_cast<int32>(start);
     schedule.counts[kCountRows] = is_over ? 0 : static_cast<int32>(start);
     schedule.counts[kCountRoutes] = num_routes;
+    schedule.counts[kCountBuild] = static_cast<int32>(args.schedule_epoch);  // all ranks must use the same build
     schedule.counts[kCountWantedRows] = static_cast<int32>(start);
   }
 

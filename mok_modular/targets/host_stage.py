@@ -141,7 +141,7 @@ def segment_tables(segment_start: Tensor, segment_num_rows: Tensor, row_block: i
         "row_block_expert": experts.repeat_interleave(num_blocks),
         "window_start": torch.tensor([0, num_rows // row_block], dtype=_INT32),
         "generation_window": torch.tensor([0, 1], dtype=_INT32),
-        "counts": torch.tensor([num_rows, 1, 0, num_rows], dtype=_INT32),
+        "counts": torch.tensor([num_rows, 1, 0, num_rows, 0], dtype=_INT32),
     }
 
 

@@ -53,6 +53,22 @@ def test_schedule_against_forward(workload: Workload) -> None:
         assert "rank 0: build_schedule, rank 1: forward" in str(error)
 
 
+def test_an_old_schedule_against_a_new_one(workload: Workload) -> None:
+    """Rows of one build at an owner that counts on another would be wrong without a sign of it."""
+    config = MoKConfig(**SMALL_RING)
+
+    def old(workspace: Any, schedule: Any) -> None:
+        build(workload, workspace, config)
+        forward(workload, workspace, config, schedule)
+
+    def new(workspace: Any, schedule: Any) -> None:
+        forward(workload, workspace, config, build(workload, workspace, config))
+
+    for error in mismatch(workload, config, [old, new]):
+        assert type(error) is MoKPeerError
+        assert "schedule (rank 0: 1, rank 1: 2)" in str(error)
+
+
 @pytest.mark.parametrize("mode", ["fused", "split"])
 @pytest.mark.parametrize(
     ("change", "words"),
