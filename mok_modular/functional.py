@@ -121,6 +121,7 @@ def build_schedule(
             tensors={"top_experts": ids},
             agree={"num_local_experts": num_local_experts, **_config_agreement(workspace, config)},
             config=config,
+            stream=_current_stream(workspace),
         )
     except (TypeError, ValueError) as error:
         _tell_peers(workspace, "build_schedule", error)
@@ -203,6 +204,7 @@ def forward(
             shared_size=shared_size,
             swiglu_limit=swiglu_limit,
             config=config,
+            stream=_current_stream(workspace),
         )
     except (TypeError, ValueError) as error:
         _tell_peers(workspace, "forward", error)
@@ -225,6 +227,10 @@ def _tell_peers(workspace: Workspace, name: str, error: Exception) -> None:
     """This rank's part of a call whose arguments were wrong: its peers raise a MoKPeerError, the next call works."""
     if isinstance(workspace, Workspace):
         workspace.meet(name, error, lambda payloads: payloads, is_checked_later=True)
+
+
+def _current_stream(workspace: Workspace) -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream(workspace.device) if workspace.device.type == "cuda" else None
 
 
 def _run(workspace: Workspace, calls: Sequence[Any], name: str) -> list[Any]:

@@ -78,8 +78,12 @@ struct DispatchPush {
 
   template <class Worker>
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
-    for (int32 i = 0; i < num_routes(args.call, task); ++i)
-      if (!signals.wait_rank(Edge::entered, args.call.schedule.route_rank[route(args.call, task, i)])) return false;
+    // A push dispatch waits for `entered` where a pull waits for inputs: one set of seen ranks serves.
+    SeenRanks& seen = signals.seen_inputs();
+    for (int32 i = 0; i < num_routes(args.call, task); ++i) {
+      const int32 owner = args.call.schedule.route_rank[route(args.call, task, i)];
+      if (!signals.wait_rank_once(Edge::entered, owner, seen)) return false;
+    }
     return true;
   }
 

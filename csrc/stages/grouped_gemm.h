@@ -4,10 +4,11 @@
 // targets/. The target calls, in this order:
 //   decode(call, task)            which rows, columns and k range
 //   needs(args, task, signals)
-//   operands(call, task, gemm)    row blocks of K-contiguous matrices: A[rows, k], B[cols, k] once or twice
+//   operands(call, task, tile)    row blocks of K-contiguous matrices: A[rows, k], B[cols, k] once or twice
 //   planes(call, task)            what the tile leaves behind
 //   element(...)                  accumulators -> BF16, for 32 columns of a row held by the calling lanes
-//   store(...)                    the BF16 tile of a plane -> memory, own or a peer's
+//   plane_rows(call, task, plane) where the block's rows of a plane start; null where each row is pushed to its source
+//   store(...)                    a part of the BF16 tile of a plane -> there, or to the rows' sources
 //   publishes(args, task, signals)
 // Gate and up of the same element meet in one call of `element` (two accumulators), so swiglu is
 // pointwise there. Sums run over k ascending from zero, whatever the number of rows.

@@ -7,6 +7,7 @@ waits for the device. What went wrong there is raised by the next call on the wo
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -197,19 +198,26 @@ class CudaWorkspace(host.SharedWorkspace):
         """Enqueues the kernels of one call of every rank."""
         self._poll()
         if self.failure is not None:
-            return [self.failure for _ in calls]
+            return [copy.copy(self.failure) for _ in calls]  # every rank's own: notes and tracebacks do not mix
         if any(call.agree != calls[0].agree or call.kind != calls[0].kind for call in calls):
             return [MoKPeerError(host.describe_mismatch(calls)) for _ in calls]
         try:
             check_plan(calls[0].config)
         except ValueError as error:
-            return [error for _ in calls]
+            return [copy.copy(error) for _ in calls]
         first = calls[0]
         shape = self.shape(first.num_local_experts, first.capacity_rows, first.intermediate_size, first.shared_size)
         with torch.cuda.device(self.torch_device):
             self.native.reserve(shape)
             programs = [self._program(rank, call, shape) for rank, call in zip(self.ranks, calls, strict=True)]
+            # One rank launches for all: behind what each has enqueued on its own stream, before what comes there next.
+            main = torch.cuda.current_stream()
+            others = [call.stream for call in calls if call.stream is not None and call.stream != main]
+            for stream in others:
+                main.wait_stream(stream)
             self._launch_all(calls, shape, programs)
+            for stream in others:
+                stream.wait_stream(main)
         return [None] * len(calls)
 
     def _launch_all(self, calls: Sequence[host.Call], shape: Any, programs: Sequence[Any]) -> None:

@@ -40,7 +40,7 @@ WRITERS = {
 }
 """Which stages publish an edge."""
 
-_TASK_ORDER = (
+TASK_ORDER = (
     "publish",
     "shared_gate_up",
     "shared_down",
@@ -51,6 +51,8 @@ _TASK_ORDER = (
     "combine",
     "reduce",
 )
+"""The stages of a forward in the order of a rank's tasks."""
+
 _SCHEDULE_ORDER = ("topk_ready", "ids_counted", "laid_out")
 _START_EDGES = ("entered", "topk_ready", "input_ready")  # what only a late rank can delay
 
@@ -82,6 +84,7 @@ class Call:
     shared_size: int = 0
     swiglu_limit: float | None = None
     config: MoKConfig = field(default_factory=MoKConfig)
+    stream: torch.cuda.Stream | None = None  # the rank's current one, on a GPU
 
     def fingerprint(self) -> int:
         """16 bits over `agree`, for the words that ranks exchange."""
@@ -330,7 +333,7 @@ def find_culprit(waits: Sequence[Mapping[str, Any]], ring_blocks: int = 1 << 30)
         generation: float = -(wait["block"] // ring_blocks)  # macrobatches descend
         if wait["stage"] not in STAGES:
             generation = math.inf if wait["stage"] == "reduce" else -math.inf
-        return generation, _TASK_ORDER.index(wait["stage"])
+        return generation, TASK_ORDER.index(wait["stage"])
 
     is_id_missing = any(wait["stage"] == "schedule" and wait["peer"] >= 0 for wait in waits)
 
@@ -342,9 +345,9 @@ def find_culprit(waits: Sequence[Mapping[str, Any]], ring_blocks: int = 1 << 30)
         if wait["stage"] == "schedule":
             return True
         last_writer = {"done": "combine", "entered": "publish"}.get(wait["edge"], WRITERS[wait["edge"]][-1])
-        num_before = _TASK_ORDER.index(last_writer) + 1
+        num_before = TASK_ORDER.index(last_writer) + 1
         return not any(
-            other["rank"] == wait["peer"] and other is not wait and other["stage"] in _TASK_ORDER[:num_before]
+            other["rank"] == wait["peer"] and other is not wait and other["stage"] in TASK_ORDER[:num_before]
             for other in waits
         )
 

@@ -21,22 +21,12 @@ from torch import Tensor
 
 from mok_modular.config import MoEShape, MoKConfig
 from mok_modular.routing import Routing
+from mok_modular.targets.host import TASK_ORDER
 
 MAX_RATIO = 1.5
 """How much further than torch's BF16 matmuls, at the same rounding points, an output may be from float64."""
 
-STAGE_ORDER = (
-    "schedule",
-    "publish",
-    "shared_gate_up",
-    "shared_down",
-    "dispatch",
-    "gate_up",
-    "swiglu",
-    "down",
-    "combine",
-    "reduce",
-)
+STAGE_ORDER = ("schedule", *TASK_ORDER)
 """The order in which stages are shown."""
 
 

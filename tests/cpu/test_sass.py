@@ -20,7 +20,7 @@ from mok_modular.plan import all_plans
 from mok_modular.targets import cuda_device
 
 MAX_REGISTERS = {"copy": 80, "reduce": 128, "gemm": 168}  # reduce: two CTAs an SM
-MAX_SPILL_BYTES = {"copy": 96, "gemm": 0}  # the leader's slow path may spill a few words; a role loop may not
+MAX_SPILL_BYTES = {"copy": 64, "gemm": 0}  # the leader's slow path may spill a few words; a role loop may not
 MAX_SMEM_BYTES = 227 * 1024
 
 
