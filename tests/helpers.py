@@ -6,14 +6,14 @@ Sizes are pairwise different and not square, so that a swapped dimension shows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mok_modular import LocalGroup, MoE, MoEShape, MoKConfig, functional
-from mok_modular.testing import Workload, check_forward
+from mok_modular.testing import Workload, check_forward, check_tensors
 from mok_modular.testing.workload import ForwardResult
 
 H, I, S, E, K = 64, 128, 192, 8, 2  # noqa: E741 - the words of the design
@@ -177,12 +177,12 @@ def run_layer(workload: Workload, config: MoKConfig | None = None, **group: Any)
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """BF16 as integers: NaN and the sign of zero count."""
-    return tensor.contiguous().view(torch.int16)
+    """BF16 or float32 as integers: NaN and the sign of zero count."""
+    return tensor.contiguous().view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(bits(a), bits(b))
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))
 
 
 def assert_right(workload: Workload, output: Tensor) -> None:
@@ -193,3 +193,17 @@ def assert_right(workload: Workload, output: Tensor) -> None:
     result = ForwardResult(outputs=list(output.split(sizes)), stages=[], seconds=0.0, schedule_seconds=0.0)
     check = check_forward(workload, result)["output"]
     assert check.is_ok, check
+
+
+def assert_gradients_right(workload: Workload, results: Sequence[Mapping[str, Tensor]]) -> None:
+    """The same for an output and all gradients, by rank: names as of MoE's parameters, and output, x, router_weights.
+    The gradient of the output is that of Workload.d_outputs."""
+    by_name: dict[str, list[Tensor]] = {}
+    for result in results:
+        for name, tensor in result.items():
+            full = name if name == "output" else f"d_{name.removeprefix('w_')}"
+            by_name.setdefault(full, []).append(tensor)
+    checks = check_tensors(workload, by_name)
+    assert set(checks) == set(by_name)
+    wrong = {name: check for name, check in checks.items() if not check.is_ok}
+    assert not wrong, wrong

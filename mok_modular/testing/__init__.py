@@ -7,6 +7,7 @@ from mok_modular.testing.workload import (
     TensorCheck,
     Workload,
     check_forward,
+    check_tensors,
     run_forward,
     run_forward_plans,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "TensorCheck",
     "Workload",
     "check_forward",
+    "check_tensors",
     "run_forward",
     "run_forward_plans",
 ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -187,6 +187,33 @@ class Workload:
         )
         return list(out.split([len(x) for x in self.x]))
 
+    def d_outputs(self) -> list[Tensor]:
+        """A random gradient of the output [T, H] bfloat16, by rank: what backward runs are given."""
+        sizes = [(len(x), self.shape.hidden_size) for x in self.x]
+        return [torch.randn(size, generator=_generator(0, 2_000_000 + r)).bfloat16() for r, size in enumerate(sizes)]
+
+    def reference_gradients(self, dtype: torch.dtype) -> dict[str, list[Tensor]]:
+        """The gradients for `d_outputs`, by name (d_x, d_router_weights, d_routed_gate, ...) and rank: in float64 the
+        truth, in bfloat16 torch's products at the library's rounding points."""
+        from mok_modular import reference
+
+        weights = self.weights.double() if dtype == torch.float64 else self.weights
+        by_rank = reference.layer_backward(
+            [d_output.to(dtype) for d_output in self.d_outputs()],
+            [x.to(dtype) for x in self.x],
+            self.expert_ids,
+            self.router_weights,
+            weights.routed_gate,
+            weights.routed_up,
+            weights.routed_down,
+            weights.shared_gate,
+            weights.shared_up,
+            weights.shared_down,
+            self.swiglu_limit,
+        )
+        by_name = dict(zip(by_rank[0]._fields, zip(*by_rank, strict=True), strict=True))
+        return {f"d_{name}": list(parts) for name, parts in by_name.items() if parts[0] is not None}
+
 
 @dataclass(frozen=True)
 class StageStats:
@@ -272,10 +299,24 @@ def check_forward(workload: Workload, result: ForwardResult) -> dict[str, Tensor
 
     Returns one entry per tensor (`output`). An error is 0 where both sides are zeros, NaN if an output is.
     """
-    truth = torch.cat(workload.reference(torch.float64))
-    error = _distance(torch.cat(result.outputs), truth)
-    torch_error = _distance(torch.cat(workload.reference(torch.bfloat16)), truth)
-    return {"output": TensorCheck(error, torch_error, _quotient(error, torch_error))}
+    return check_tensors(workload, {"output": result.outputs})
+
+
+def check_tensors(workload: Workload, by_name: Mapping[str, Sequence[Tensor]]) -> dict[str, TensorCheck]:
+    """As check_forward, of tensors by name and rank: `output`, and the names of Workload.reference_gradients."""
+    truth: dict[str, list[Tensor]] = {}
+    rounded: dict[str, list[Tensor]] = {}
+    for dtype, into in ((torch.float64, truth), (torch.bfloat16, rounded)):
+        if "output" in by_name:
+            into["output"] = workload.reference(dtype)
+        if set(by_name) - {"output"}:
+            into |= workload.reference_gradients(dtype)
+    checks = {}
+    for name, parts in by_name.items():
+        exact = torch.cat(truth[name])
+        error, torch_error = _distance(torch.cat(list(parts)), exact), _distance(torch.cat(rounded[name]), exact)
+        checks[name] = TensorCheck(error, torch_error, _quotient(error, torch_error))
+    return checks
 
 
 @dataclass(frozen=True, eq=False)

@@ -268,12 +268,6 @@ def test_wrong_sizes_are_named(options: dict[str, Any], error: type[Exception], 
         assert word in str(caught.value)
 
 
-def test_gradients_are_refused_by_name() -> None:
-    layer = MoE(64, 128, 4, 2, group=LocalGroup(1))
-    with pytest.raises(RuntimeError, match="no backward"):
-        layer(torch.zeros(1, 64).bfloat16(), torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, 2))
-
-
 def test_the_callers_grad_mode_holds_in_members() -> None:
     workload = make_workload([10, 4])
 
@@ -287,8 +281,7 @@ def test_the_callers_grad_mode_holds_in_members() -> None:
     with torch.inference_mode():
         outputs = LocalGroup(2).run(step)
     assert_right(workload, torch.cat(outputs).clone())
-    with pytest.raises(RuntimeError, match="no backward"):
-        LocalGroup(2).run(step)
+    assert all(output.requires_grad for output in LocalGroup(2).run(step))
 
 
 def test_initial_weights_do_not_depend_on_the_number_of_ranks() -> None:
