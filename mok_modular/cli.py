@@ -111,8 +111,8 @@ def _add_workload_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape",
         help=f"H,I,E,K[,S] or one of: {', '.join(PRESETS)}; E and K must fit the routing "
-        f"(default: {DEFAULT_HIDDEN_SIZE},{DEFAULT_INTERMEDIATE_SIZE},E,K,{DEFAULT_SHARED_INTERMEDIATE_SIZE} "
-        "with the routing's E and K)",
+        f"(default: the captured layer's; {DEFAULT_HIDDEN_SIZE},{DEFAULT_INTERMEDIATE_SIZE},E,K,"
+        f"{DEFAULT_SHARED_INTERMEDIATE_SIZE} with the routing's E and K where the capture does not say)",
     )
     parser.add_argument("--tokens", type=int, help="tokens of each rank (default: those of one capture)")
     parser.add_argument("--routing", type=Path, metavar="FILE", help="captured routing (default: the shipped one)")
@@ -298,14 +298,17 @@ def _set_up(args: argparse.Namespace) -> tuple[Workload, LocalGroup, str]:
         if value is not None and value < minimum:
             raise ValueError(f"--{name} must be at least {minimum}, got {value}")
     routing = load_routing(args.routing)
-    _, num_captured_ranks, num_captured_tokens, topk = routing.expert_ids.shape
-    shape = parse_shape(args.shape, num_experts=routing.num_experts, topk=topk)
+    _, num_captured_ranks, _, topk = routing.expert_ids.shape
+    if args.shape is None and routing.shape is not None:
+        shape = routing.shape
+    else:
+        shape = parse_shape(args.shape, num_experts=routing.num_experts, topk=topk)
     num_ranks = num_captured_ranks if args.ranks is None else args.ranks
     workload = Workload.from_routing(
         routing,
         shape,
         num_ranks=num_ranks,
-        num_tokens=num_captured_tokens if args.tokens is None else args.tokens,
+        num_tokens=args.tokens,
         seed=args.seed,
     )
     # Last, so that wrong options are told even where the extension does not load.

@@ -50,7 +50,7 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         # MoEShape checks every size and names the one that is wrong.
-        MoEShape("layer", hidden_size, intermediate_size, num_experts, topk, shared_intermediate_size)
+        self.shape = MoEShape("layer", hidden_size, intermediate_size, num_experts, topk, shared_intermediate_size)
         self.member = as_member(group)
         self.config = config if config is not None else MoKConfig()
         if not isinstance(self.config, MoKConfig):
@@ -148,6 +148,11 @@ class MoE(nn.Module):
     def num_local_tokens(self) -> int | None:
         """The largest T of any rank in any call; None until the ranks have agreed on it."""
         return self._state.num_local_tokens
+
+    @property
+    def recorders(self) -> list[ops_layer.Recorder]:
+        """Who is told what a forward routes by; see `capture_routing`."""
+        return self._state.recorders
 
     @property
     def main_grads(self) -> tuple[Tensor | None, ...] | None:

@@ -124,17 +124,18 @@ class Workload:
         shape: MoEShape,
         *,
         num_ranks: int,
-        num_tokens: int,
+        num_tokens: int | None,
         seed: int = 0,
     ) -> Workload:
-        """Random x and weights for captured choices, `num_tokens` tokens a rank.
+        """Random x and weights for captured choices, `num_tokens` tokens a rank; None: as many as each captured rank
+        had in the first capture.
 
         A rank replays the captures of one captured rank, one after the other. With more ranks than were
         captured, the surplus ranks go on where the earlier ones stopped, so no token is replayed twice.
 
         Raises ValueError if E or K of `shape` do not fit the routing, or it holds too few tokens.
         """
-        num_captures, num_captured_ranks, num_captured_tokens, topk = routing.expert_ids.shape
+        _, num_captured_ranks, _, topk = routing.expert_ids.shape
         if shape.topk != topk:
             raise ValueError(f"topk of the shape must equal the routing's, got {shape.topk} and {topk}")
         if shape.num_experts < routing.num_experts:
@@ -142,25 +143,25 @@ class Workload:
                 f"num_experts of the shape must be at least the routing's, got {shape.num_experts} and "
                 f"{routing.num_experts}"
             )
-        if num_ranks < 1 or num_tokens < 0:
+        if num_ranks < 1 or (num_tokens is not None and num_tokens < 0):
             raise ValueError(f"need at least 1 rank and 0 tokens, got {num_ranks} and {num_tokens}")
-        num_available = num_captures * num_captured_tokens
         num_rounds = math.ceil(num_ranks / num_captured_ranks)
-        if num_rounds * num_tokens > num_available:
-            raise ValueError(
-                f"{num_ranks} ranks of {num_tokens} tokens need {num_rounds * num_tokens} tokens of each "
-                f"captured rank; the routing holds {num_available} for each of {num_captured_ranks}"
-            )
-        ids = routing.expert_ids.transpose(0, 1).flatten(1, 2)
-        weights = routing.router_weights.transpose(0, 1).flatten(1, 2)
+        captured = [routing.of_rank(rank) for rank in range(num_captured_ranks)]
+        wanted = [int(routing.num_tokens[0, r]) if num_tokens is None else num_tokens for r in range(len(captured))]
         places = []
+        for rank, (ids, _) in enumerate(captured[:num_ranks]):
+            if num_rounds * wanted[rank] > len(ids):
+                raise ValueError(
+                    f"{num_ranks} ranks of {wanted[rank]} tokens need {num_rounds * wanted[rank]} tokens of each "
+                    f"captured rank; the routing holds {len(ids)} of rank {rank} of {num_captured_ranks}"
+                )
         for rank in range(num_ranks):
-            start = rank // num_captured_ranks * num_tokens
-            places.append((rank % num_captured_ranks, slice(start, start + num_tokens)))
+            start, count = rank // num_captured_ranks * wanted[rank % len(captured)], wanted[rank % len(captured)]
+            places.append((captured[rank % len(captured)], slice(start, start + count)))
         return cls.from_ids(
             shape,
-            [ids[place].contiguous() for place in places],
-            [weights[place].contiguous() for place in places],
+            [ids[here].contiguous() for (ids, _), here in places],
+            [weights[here].contiguous() for (_, weights), here in places],
             seed=seed,
         )
 

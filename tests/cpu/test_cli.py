@@ -458,7 +458,7 @@ def test_surplus_ranks_go_on_where_the_captured_ones_stopped(routing_file: str) 
     stream = routing.expert_ids[:, 1].flatten(0, 1)
     assert torch.equal(workload.expert_ids[1], stream[:20])
     assert torch.equal(workload.expert_ids[3], stream[20:40])
-    with pytest.raises(ValueError, match="need 50 tokens of each captured rank; the routing holds 48"):
+    with pytest.raises(ValueError, match="need 50 tokens of each captured rank; the routing holds 48 of rank 0"):
         Workload.from_routing(routing, shape, num_ranks=4, num_tokens=25)
 
 
