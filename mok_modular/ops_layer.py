@@ -246,7 +246,7 @@ def backward(
     )
     routed, shared = d_weights[:3], d_weights[3:]
     found = [x.new_empty(0) if gradient is None else gradient for gradient in (*shared, *routed)]
-    return d_x, d_router_weights, *found
+    return d_x, d_router_weights, *found  # type: ignore[return-value]
 
 
 @backward.register_fake
