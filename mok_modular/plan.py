@@ -156,7 +156,7 @@ class Plan:
         dgrad = SHARED_DGRAD_STAGES if has_shared and has_dgrad else ()
         wgrad = ("shared_wgrad",) if has_shared and has_wgrad else ()
         reduce = Launch("reduce", ("reduce",), None, "compute")
-        if self.is_fused and has_dgrad and has_wgrad:
+        if self.is_fused and has_dgrad:  # without weight gradients it is the same kernel, which then has no such tasks
             stages = ("publish", *dgrad, *wgrad, *REPLAY_STAGES, *BACKWARD_STAGES, "wgrad")
             return [Launch("fused", stages, None, "compute"), reduce]
         first = [Launch(stage, (stage,), None, _stream((stage,))) for stage in ("publish", *dgrad, *wgrad)]

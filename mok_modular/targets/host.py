@@ -380,7 +380,7 @@ def find_culprit(
             return not any(other["rank"] == wait["rank"] and place(other) < place(wait) for other in waits)
         if wait["stage"] == "schedule":
             return True
-        last_writer = {"done": "reverse_dispatch" if is_backward else "combine", "entered": "publish"}.get(
+        last_writer = {"done": "wgrad" if is_backward else "combine", "entered": "publish"}.get(
             wait["edge"], WRITERS[wait["edge"]][-1]
         )
         num_before = TASK_ORDER.index(last_writer) + 1

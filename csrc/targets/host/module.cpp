@@ -143,8 +143,8 @@ Stage stage_by_name(const std::string& name) {
 
 CallKind call_kind_by_name(const std::string& name) {
   if (name == "schedule") return CallKind::schedule;
-  for (const CallKind kind : {CallKind::forward, CallKind::recompute, CallKind::backward,
-                              CallKind::backward_dgrad, CallKind::backward_wgrad})
+  for (const CallKind kind :
+       {CallKind::forward, CallKind::recompute, CallKind::backward, CallKind::backward_dgrad, CallKind::backward_wgrad})
     if (name == call_kind_name(kind)) return kind;
   throw nb::value_error(("no call has the name '" + name + "'").c_str());
 }
