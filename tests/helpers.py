@@ -24,6 +24,18 @@ SMALL_RING = {"minibatch_size": 128, "macrobatch_size": 256}
 FULL_RING = {"minibatch_size": 256, "macrobatch_size": 131072}
 """A ring that holds all rows, as push dispatch and pull combine need."""
 
+GRADIENTS = (
+    "d_x",
+    "d_router_weights",
+    "d_routed_gate",
+    "d_routed_up",
+    "d_routed_down",
+    "d_shared_gate",
+    "d_shared_up",
+    "d_shared_down",
+)
+"""What functional.backward returns, in its order."""
+
 Routing = Callable[[int, int, torch.Generator], Tensor]
 """(rank, number of tokens, generator) -> ids [T, K]."""
 
@@ -73,6 +85,7 @@ def regroup(workload: Workload, num_ranks: int) -> Workload:
         x=split(workload.x),
         expert_ids=split(workload.expert_ids),
         router_weights=split(workload.router_weights),
+        d_output=split(workload.d_outputs()),
     )
 
 
@@ -125,6 +138,59 @@ def forward(
 def call(workload: Workload, workspace: functional.Workspace, config: MoKConfig, **options: Any) -> Tensor:
     """build_schedule and forward: the output of this rank."""
     return forward(workload, workspace, config, build(workload, workspace, config), **options)[0]
+
+
+def backward(
+    workload: Workload,
+    workspace: functional.Workspace,
+    config: MoKConfig,
+    schedule: functional.MoKSchedule,
+    context: functional.MoKForwardContext,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """The gradients of this rank by name, for the workload's d_outputs. The absent ones are left out."""
+    member = workspace.member
+    found = functional.backward(
+        config,
+        workspace,
+        schedule,
+        context,
+        workload.d_outputs()[member.rank()],
+        workload.x[member.rank()],
+        workload.router_weights[member.rank()],
+        *weights_of(workload, member),
+        workload.swiglu_limit,
+        **options,
+    )
+    return {name: part for name, part in zip(GRADIENTS, found, strict=True) if part is not None}
+
+
+def recompute(
+    workload: Workload, workspace: functional.Workspace, config: MoKConfig, schedule: functional.MoKSchedule
+) -> functional.MoKForwardContext:
+    """The context of this rank, computed again."""
+    member = workspace.member
+    s_gate, s_up, _, r_gate, r_up, _ = weights_of(workload, member)
+    assert r_gate is not None and r_up is not None
+    x, limit = workload.x[member.rank()], workload.swiglu_limit
+    return functional.recompute_forward_context(config, workspace, schedule, x, s_gate, s_up, r_gate, r_up, limit)
+
+
+def call_both(workload: Workload, workspace: functional.Workspace, config: MoKConfig) -> dict[str, Tensor]:
+    """build_schedule, forward and backward: output and gradients of this rank by name."""
+    schedule = build(workload, workspace, config)
+    output, context = forward(workload, workspace, config, schedule)
+    return {"output": output, **backward(workload, workspace, config, schedule, context)}
+
+
+def run_both(workload: Workload, config: MoKConfig | None = None, **group: Any) -> list[dict[str, Tensor]]:
+    """By rank: output and gradients of one call of each on a new workspace of a new group."""
+    config = config or MoKConfig()
+
+    def step(member: Any) -> dict[str, Tensor]:
+        return call_both(workload, workspace_for(workload, member, config), config)
+
+    return LocalGroup(workload.num_ranks, **group).run(step)
 
 
 def all_ranks(workload: Workload, config: MoKConfig, fn: Callable[[Any], Any]) -> list[Any]:
@@ -185,6 +251,13 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))
 
 
+def assert_same(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], *, without: Sequence[str] = ()) -> None:
+    """The same names but for those in `without`, and the same bits."""
+    assert set(given) == set(wanted) - set(without)
+    differing = [name for name, tensor in given.items() if not same_bits(tensor, wanted[name])]
+    assert not differing, differing
+
+
 def assert_right(workload: Workload, output: Tensor) -> None:
     """At most 1.5 times as far from float64 as torch's BF16 matmuls at the same rounding points."""
     sizes = [len(x) for x in workload.x]
@@ -196,12 +269,12 @@ def assert_right(workload: Workload, output: Tensor) -> None:
 
 
 def assert_gradients_right(workload: Workload, results: Sequence[Mapping[str, Tensor]]) -> None:
-    """The same for an output and all gradients, by rank: names as of MoE's parameters, and output, x, router_weights.
-    The gradient of the output is that of Workload.d_outputs."""
+    """The same for outputs and gradients by rank. Names are those of GRADIENTS, or of what a gradient belongs to (x,
+    router_weights, w_routed_gate, ...). The gradient of the output is that of Workload.d_outputs."""
     by_name: dict[str, list[Tensor]] = {}
     for result in results:
         for name, tensor in result.items():
-            full = name if name == "output" else f"d_{name.removeprefix('w_')}"
+            full = name if name == "output" else f"d_{name.removeprefix('w_').removeprefix('d_')}"
             by_name.setdefault(full, []).append(tensor)
     checks = check_tensors(workload, by_name)
     assert set(checks) == set(by_name)

@@ -72,7 +72,8 @@ class Weights:
 class Workload:
     """Inputs of one layer, lists by rank: x [T, H] bfloat16, expert_ids [T, K], router_weights [T, K] f32.
 
-    T may differ from rank to rank and may be 0. `weights` holds all E experts.
+    T may differ from rank to rank and may be 0. `weights` holds all E experts. `d_output` is the gradient of the output
+    that backward runs are given, random if None.
     """
 
     shape: MoEShape
@@ -81,6 +82,7 @@ class Workload:
     router_weights: list[Tensor]
     weights: Weights
     swiglu_limit: float | None = None
+    d_output: list[Tensor] | None = None
 
     @classmethod
     def from_ids(
@@ -189,7 +191,9 @@ class Workload:
         return list(out.split([len(x) for x in self.x]))
 
     def d_outputs(self) -> list[Tensor]:
-        """A random gradient of the output [T, H] bfloat16, by rank: what backward runs are given."""
+        """The gradient of the output [T, H] bfloat16, by rank."""
+        if self.d_output is not None:
+            return self.d_output
         sizes = [(len(x), self.shape.hidden_size) for x in self.x]
         return [torch.randn(size, generator=_generator(0, 2_000_000 + r)).bfloat16() for r, size in enumerate(sizes)]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SMALL_RING, assert_gradients_right, make_layer, make_workload, same_bits
+from helpers import SMALL_RING, assert_gradients_right, assert_same, make_layer, make_workload, same_bits
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -70,12 +70,6 @@ def expected(workload: Workload) -> list[dict[str, Tensor]]:
     results = on_ranks(workload, plain)
     assert_gradients_right(workload, results)
     return results
-
-
-def assert_same(given: dict[str, Tensor], wanted: dict[str, Tensor], *, without: tuple[str, ...] = ()) -> None:
-    assert set(given) == set(wanted) - set(without)
-    for name, tensor in given.items():
-        assert same_bits(tensor, wanted[name]), name
 
 
 @pytest.mark.parametrize("mode", ["fused", "split", "dispatch+gate_up|swiglu+down|combine"])
