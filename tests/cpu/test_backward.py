@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from cases import CASES, missing, nobody
@@ -32,6 +33,7 @@ from helpers import (
     weights_of,
     workspace_for,
 )
+from test_bits import problems
 from torch import Tensor
 
 from mok_modular import LocalGroup, MoKConfig, MoKForwardContext, MoKPeerError, functional
@@ -234,7 +236,7 @@ def test_ablations(workload: Workload, expected: Results, plan: str, options: di
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
 def test_ranks(workload: Workload, expected: Results, num_ranks: int) -> None:
-    """What belongs to a token has the same bits on any number of ranks. Weight gradients sum in the order of rows, which
+    """What belongs to a token has the same bits on any R. Weight gradients sum in the order of rows, which
     depends on it."""
     regrouped = regroup(workload, num_ranks)
     results = run_both(regrouped, MoKConfig(**SMALL_RING))
@@ -261,6 +263,20 @@ def test_a_recomputed_context_is_the_saved_one(
 
     for given, wanted in zip(all_ranks(workload, config, step), expected, strict=True):
         assert_same(given, wanted, without=("output",))
+
+
+@hypothesis.given(problems())
+@hypothesis.settings(max_examples=60)
+def test_any_problem(problem: tuple[Workload, list[dict[str, Any]], list[dict[str, Any]]]) -> None:
+    workload, configs, groups = problem
+    first, second = (
+        run_both(workload, MoKConfig(**config), **group) for config, group in zip(configs, groups, strict=True)
+    )
+    assert_gradients_right(workload, first)
+    assert_all_same(second, first)
+    on_one = run_both(regroup(workload, 1), MoKConfig(**configs[1]))[0]
+    for name in ("output", "d_x", "d_router_weights"):
+        assert same_bits(torch.cat([result[name] for result in first]), on_one[name]), name
 
 
 # ---- memory and order ----
