@@ -18,7 +18,8 @@ using namespace nb::literals;
 
 namespace mok::host {
 void bind_cuda(nb::module_& m);
-}
+void bind_mxfp8(nb::module_& m);
+}  // namespace mok::host
 
 namespace mok::kernels {
 void ring_block(const Call& call, int32 block, int32* table);
@@ -335,6 +336,7 @@ NB_MODULE(_host, m) {
           "rank"_a, "name"_a);
   bind_program(m);
   bind_cuda(m);
+  bind_mxfp8(m);
   m.def("run", &run, "workspace"_a, "programs"_a, "order"_a, "seed"_a, "use_threads"_a, "timeout_s"_a,
         "start_timeout_s"_a, "lost_signals"_a = std::vector<std::tuple<std::string, int, int, long long>>{});
   m.def("gemm", &gemm, "a"_a, "b"_a, "out"_a, "num_rows"_a, "num_cols"_a, "k"_a,
