@@ -20,6 +20,13 @@ constexpr uint32 kBf16Max = 0x7f7f, kBf16Inf = 0x7f80, kBf16Nan = 0x7fc0;
 // Magnitudes compare as integers: NaN above Inf above finite. The largest of a block is its amax.
 MOK_DEVICE uint32 magnitude(bf16 value) { return value.bits & 0x7fffu; }
 
+MOK_DEVICE uint32 max_magnitude(const bf16x8& vector) {
+  uint32 amax = 0;
+  MOK_UNROLL
+  for (int32 i = 0; i < 4; ++i) amax = max_of(amax, max_of(vector.pairs[i] & 0x7fffu, vector.pairs[i] >> 16 & 0x7fffu));
+  return amax;
+}
+
 // The scale byte of a block, exponent + 127. Zeros: 0. Inf: 254. NaN: 255.
 MOK_DEVICE uint32 mx_scale(uint32 amax) {
   const int32 exponent = static_cast<int32>(amax >> 7);
@@ -71,15 +78,38 @@ MOK_DEVICE bf16 from_e4m3(uint32 code, uint32 scale) {
 
 // What is left of a value after quantization: what a target without block-scaled products multiplies.
 MOK_DEVICE bf16 round_trip(bf16 value, uint32 scale) { return from_e4m3(to_e4m3(value, scale), scale); }
+MOK_DEVICE bf16x8 round_trip(const bf16x8& vector, uint32 scale) {
+  bf16x8 result;
+  MOK_UNROLL
+  for (int32 i = 0; i < 4; ++i)
+    result.pairs[i] = pack(round_trip(low_half(vector.pairs[i]), scale), round_trip(high_half(vector.pairs[i]), scale));
+  return result;
+}
 
-// A block that one lane holds. On return: its values after quantization.
-MOK_DEVICE void round_trip(bf16 (&block)[kMxBlock]) {
+// The same for a whole block, four neighbouring vectors; in place too.
+MOK_DEVICE void round_trip(const bf16x8* from, bf16x8* to) {
+  constexpr int kVectors = kMxBlock / 8;
+  bf16x8 block[kVectors];
   uint32 amax = 0;
   MOK_UNROLL
-  for (int32 i = 0; i < kMxBlock; ++i) amax = max_of(amax, magnitude(block[i]));
+  for (int32 v = 0; v < kVectors; ++v) {
+    block[v] = from[v];
+    amax = max_of(amax, max_magnitude(block[v]));
+  }
   const uint32 scale = mx_scale(amax);
   MOK_UNROLL
-  for (int32 i = 0; i < kMxBlock; ++i) block[i] = round_trip(block[i], scale);
+  for (int32 v = 0; v < kVectors; ++v) to[v] = round_trip(block[v], scale);
+}
+
+// A block that the calling lanes hold together, Lanes::kNum values each; in place.
+template <class Lanes>
+MOK_DEVICE void round_trip(const Lanes& lanes, bf16 (&values)[Lanes::kNum]) {
+  uint32 amax = 0;
+  MOK_UNROLL
+  for (int32 i = 0; i < Lanes::kNum; ++i) amax = max_of(amax, magnitude(values[i]));
+  const uint32 scale = mx_scale(lanes.max(amax));
+  MOK_UNROLL
+  for (int32 i = 0; i < Lanes::kNum; ++i) values[i] = round_trip(values[i], scale);
 }
 
 // Where the scale of (row, column block of 32) stands in the tcgen05 layout [rows / 128, cols / 128, 32, 16].

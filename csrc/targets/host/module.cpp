@@ -62,6 +62,8 @@ Tensors make_tensors(const Pointers& p) {
   t.w_routed_gate = take<bf16>(p, "w_routed_gate");
   t.w_routed_up = take<bf16>(p, "w_routed_up");
   t.w_routed_down = take<bf16>(p, "w_routed_down");
+  t.w_dgrad_gate = take<bf16>(p, "w_dgrad_gate");
+  t.w_dgrad_up = take<bf16>(p, "w_dgrad_up");
   t.top_experts = take<int32>(p, "top_experts");
   t.output = take<bf16>(p, "output");
   t.context_x = take<bf16>(p, "context_x");
@@ -214,6 +216,8 @@ void bind_shape(nb::module_& m) {
       .def_rw("is_minibatch_grain", &Shape::is_minibatch_grain)
       .def_rw("is_serial_ring", &Shape::is_serial_ring)
       .def_rw("has_backward", &Shape::has_backward)
+      .def_rw("is_mxfp8", &Shape::has_mxfp8_operands)
+      .def_rw("is_mxfp8_wire", &Shape::has_mxfp8_wire)
       .def_prop_ro("max_generations", &Shape::max_generations)
       .def_prop_ro("max_windows", &Shape::max_windows)
       .def("region_bytes", [](const Shape& s) {
