@@ -28,7 +28,7 @@ from mok_modular.testing import MAX_RATIO
 
 if TYPE_CHECKING:
     from mok_modular.group import LocalGroup
-    from mok_modular.testing import ForwardResult, StageStats, TensorCheck, Workload
+    from mok_modular.testing import PassesResult, StageStats, TensorCheck, Workload
 
 # Data-flow order, for the list of stages; any other comes behind these.
 _STAGE_FILES = ("schedule", "dispatch", "grouped_gemm", "swiglu", "combine", "reduce", "ring")
@@ -67,7 +67,9 @@ def _make_parser() -> _Parser:
     parser = _Parser(prog="mok-modular", description="Expert-parallel mixture-of-experts layers, stage by stage.")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
 
-    run = commands.add_parser("run", help="one forward on captured routing: stages and the check of the output")
+    run = commands.add_parser(
+        "run", help="forward and backward on captured routing: stages, the check of output and gradients"
+    )
     _add_workload_options(run)
     run.add_argument("--mode", default="fused", help="fused, split or a plan string (default: fused)")
     run.set_defaults(command=_run)
@@ -111,8 +113,8 @@ def _add_workload_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape",
         help=f"H,I,E,K[,S] or one of: {', '.join(PRESETS)}; E and K must fit the routing "
-        f"(default: {DEFAULT_HIDDEN_SIZE},{DEFAULT_INTERMEDIATE_SIZE},E,K,{DEFAULT_SHARED_INTERMEDIATE_SIZE} "
-        "with the routing's E and K)",
+        f"(default: the captured layer's; {DEFAULT_HIDDEN_SIZE},{DEFAULT_INTERMEDIATE_SIZE},E,K,"
+        f"{DEFAULT_SHARED_INTERMEDIATE_SIZE} with the routing's E and K where the capture does not say)",
     )
     parser.add_argument("--tokens", type=int, help="tokens of each rank (default: those of one capture)")
     parser.add_argument("--routing", type=Path, metavar="FILE", help="captured routing (default: the shipped one)")
@@ -133,15 +135,15 @@ def _add_workload_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from mok_modular.testing import check_forward, run_forward
+    from mok_modular.testing import check_passes, run_passes
 
     config = MoKConfig(mode=args.mode)
     workload, group, source = _set_up(args)
     progress = _Progress()
-    progress(f"forward, {_describe(workload)}, mode {args.mode}")
-    result = run_forward(group, workload, config)
-    progress(f"forward took {result.seconds:.3f} s; checking against float64")
-    checks = check_forward(workload, result)
+    progress(f"forward and backward, {_describe(workload)}, mode {args.mode}")
+    result = run_passes(group, workload, config)
+    progress(f"forward took {result.seconds:.3f} s, backward {result.backward_seconds:.3f} s; checking against float64")
+    checks = check_passes(workload, result)
     is_ok = all(check.is_ok for check in checks.values())
     progress("checked")
     if args.json:
@@ -154,6 +156,7 @@ def _run(args: argparse.Namespace) -> int:
                 "num_tokens": [len(x) for x in workload.x],
                 "routing": source,
                 "seconds": result.seconds,
+                "backward_seconds": result.backward_seconds,
                 "stages": [stage.to_json() for stage in result.stages],
                 "check": {name: dataclasses.asdict(check) for name, check in checks.items()},
             }
@@ -168,7 +171,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _ab(args: argparse.Namespace) -> int:
-    from mok_modular.testing import run_forward_plans
+    from mok_modular.testing import run_passes_plans
 
     if args.iters < 1:
         raise ValueError(f"--iters must be at least 1, got {args.iters}")
@@ -177,13 +180,16 @@ def _ab(args: argparse.Namespace) -> int:
     workload, group, _ = _set_up(args)
     progress = _Progress()
     num_rounds = args.iters + 1
-    progress(f"forward, {_describe(workload)}, {len(plans)} plans, {num_rounds} rounds")
-    results = run_forward_plans(group, workload, configs, num_rounds)
+    progress(f"forward and backward, {_describe(workload)}, {len(plans)} plans, {num_rounds} rounds")
+    results = run_passes_plans(group, workload, configs, num_rounds)
     by_plan = {str(plan): results[i * num_rounds : (i + 1) * num_rounds] for i, plan in enumerate(plans)}
     progress("comparing bits")
     first = results[0]
     differing = {name: _differing(first, rounds) for name, rounds in by_plan.items()}
-    medians = {name: statistics.median(round_.seconds for round_ in rounds[1:]) for name, rounds in by_plan.items()}
+    medians = {
+        name: statistics.median(round_.seconds + round_.backward_seconds for round_ in rounds[1:])
+        for name, rounds in by_plan.items()
+    }
     names = sorted(set().union(*differing.values()))
     ratio = medians["split"] / medians["fused"]
     if args.json:
@@ -298,14 +304,17 @@ def _set_up(args: argparse.Namespace) -> tuple[Workload, LocalGroup, str]:
         if value is not None and value < minimum:
             raise ValueError(f"--{name} must be at least {minimum}, got {value}")
     routing = load_routing(args.routing)
-    _, num_captured_ranks, num_captured_tokens, topk = routing.expert_ids.shape
-    shape = parse_shape(args.shape, num_experts=routing.num_experts, topk=topk)
+    _, num_captured_ranks, _, topk = routing.expert_ids.shape
+    if args.shape is None and routing.shape is not None:
+        shape = routing.shape
+    else:
+        shape = parse_shape(args.shape, num_experts=routing.num_experts, topk=topk)
     num_ranks = num_captured_ranks if args.ranks is None else args.ranks
     workload = Workload.from_routing(
         routing,
         shape,
         num_ranks=num_ranks,
-        num_tokens=num_captured_tokens if args.tokens is None else args.tokens,
+        num_tokens=args.tokens,
         seed=args.seed,
     )
     # Last, so that wrong options are told even where the extension does not load.
@@ -395,15 +404,16 @@ def _check_table(checks: dict[str, TensorCheck]) -> str:
     return format_table(("check", "error", "torch error", "ratio", "verdict"), rows)
 
 
-def _differing(first: ForwardResult, others: Sequence[ForwardResult]) -> set[str]:
+def _differing(first: PassesResult, others: Sequence[PassesResult]) -> set[str]:
     """Names of the tensors whose bits are not those of `first`."""
     import torch
 
     return {
-        "output"
+        name
         for other in others
-        for a, b in zip(first.outputs, other.outputs, strict=True)
-        if not torch.equal(a.view(torch.int16), b.view(torch.int16))
+        for name, parts in first.tensors.items()
+        for a, b in zip(parts, other.tensors[name], strict=True)
+        if not torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     }
 
 

@@ -3,21 +3,31 @@
 from mok_modular.testing.workload import (
     MAX_RATIO,
     ForwardResult,
+    PassesResult,
     StageStats,
     TensorCheck,
     Workload,
     check_forward,
+    check_passes,
+    check_tensors,
     run_forward,
     run_forward_plans,
+    run_passes,
+    run_passes_plans,
 )
 
 __all__ = [
     "MAX_RATIO",
     "ForwardResult",
+    "PassesResult",
     "StageStats",
     "TensorCheck",
     "Workload",
     "check_forward",
+    "check_passes",
+    "check_tensors",
     "run_forward",
     "run_forward_plans",
+    "run_passes",
+    "run_passes_plans",
 ]
