@@ -17,6 +17,7 @@ struct OneLane {
   static constexpr int kNum = 32;
   int32 column(int32 i) const { return i; }
   bool is_first() const { return true; }
+  uint32 max(uint32 value) const { return value; }
   float sum(const float (&values)[kNum]) const { return sum_of_columns(values); }
 };
 

@@ -18,7 +18,8 @@ using namespace nb::literals;
 
 namespace mok::host {
 void bind_cuda(nb::module_& m);
-}
+void bind_mxfp8(nb::module_& m);
+}  // namespace mok::host
 
 namespace mok::kernels {
 void ring_block(const Call& call, int32 block, int32* table);
@@ -61,6 +62,8 @@ Tensors make_tensors(const Pointers& p) {
   t.w_routed_gate = take<bf16>(p, "w_routed_gate");
   t.w_routed_up = take<bf16>(p, "w_routed_up");
   t.w_routed_down = take<bf16>(p, "w_routed_down");
+  t.w_dgrad_gate = take<bf16>(p, "w_dgrad_gate");
+  t.w_dgrad_up = take<bf16>(p, "w_dgrad_up");
   t.top_experts = take<int32>(p, "top_experts");
   t.output = take<bf16>(p, "output");
   t.context_x = take<bf16>(p, "context_x");
@@ -213,6 +216,8 @@ void bind_shape(nb::module_& m) {
       .def_rw("is_minibatch_grain", &Shape::is_minibatch_grain)
       .def_rw("is_serial_ring", &Shape::is_serial_ring)
       .def_rw("has_backward", &Shape::has_backward)
+      .def_rw("is_mxfp8", &Shape::has_mxfp8_operands)
+      .def_rw("is_mxfp8_wire", &Shape::has_mxfp8_wire)
       .def_prop_ro("max_generations", &Shape::max_generations)
       .def_prop_ro("max_windows", &Shape::max_windows)
       .def("region_bytes", [](const Shape& s) {
@@ -335,6 +340,7 @@ NB_MODULE(_host, m) {
           "rank"_a, "name"_a);
   bind_program(m);
   bind_cuda(m);
+  bind_mxfp8(m);
   m.def("run", &run, "workspace"_a, "programs"_a, "order"_a, "seed"_a, "use_threads"_a, "timeout_s"_a,
         "start_timeout_s"_a, "lost_signals"_a = std::vector<std::tuple<std::string, int, int, long long>>{});
   m.def("gemm", &gemm, "a"_a, "b"_a, "out"_a, "num_rows"_a, "num_cols"_a, "k"_a,
