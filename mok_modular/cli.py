@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 _STAGE_FILES = ("schedule", "dispatch", "grouped_gemm", "swiglu", "combine", "reduce", "ring")
 
 _STAGE_NOTE = "rows, MB, GFLOP, busy (inside tiles) and wait (suspended at waits) are sums over ranks and workers"
-_CHECK_NOTE = f"distances from float64; torch: its BF16 matmuls, rounded at the same places; ok up to {MAX_RATIO} of it"
+_CHECK_NOTE = (
+    "distances from float64; torch: its BF16 matmuls, rounded (and quantized) at the same places; "
+    f"ok up to {MAX_RATIO} of it"
+)
 
 DEFAULT_HIDDEN_SIZE = 256
 DEFAULT_INTERMEDIATE_SIZE = 384
@@ -119,6 +122,12 @@ def _add_workload_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, help="tokens of each rank (default: those of one capture)")
     parser.add_argument("--routing", type=Path, metavar="FILE", help="captured routing (default: the shipped one)")
     parser.add_argument(
+        "--precision",
+        choices=("bf16", "mxfp8"),
+        default="bf16",
+        help="of the routed experts' products (default: bf16)",
+    )
+    parser.add_argument(
         "--order",
         choices=("round_robin", "random", "last_first"),
         default="round_robin",
@@ -152,6 +161,7 @@ def _run(args: argparse.Namespace) -> int:
                 "ok": is_ok,
                 "config": dataclasses.asdict(config),
                 "ranks": workload.num_ranks,
+                "precision": workload.precision,
                 "shape": dataclasses.asdict(workload.shape),
                 "num_tokens": [len(x) for x in workload.x],
                 "routing": source,
@@ -296,6 +306,7 @@ def _set_up(args: argparse.Namespace) -> tuple[Workload, LocalGroup, str]:
 
     Raises ValueError or OSError for options that do not fit, BuildError if the extension does not load.
     """
+    from mok_modular.layer import check_precision
     from mok_modular.routing import load_routing
     from mok_modular.testing import Workload
 
@@ -316,7 +327,9 @@ def _set_up(args: argparse.Namespace) -> tuple[Workload, LocalGroup, str]:
         num_ranks=num_ranks,
         num_tokens=args.tokens,
         seed=args.seed,
+        precision=args.precision,
     )
+    check_precision(args.precision, shape)
     # Last, so that wrong options are told even where the extension does not load.
     host_build_info()
     from mok_modular.group import LocalGroup
@@ -366,7 +379,7 @@ def _describe(workload: Workload) -> str:
     tokens = sorted({len(x) for x in workload.x})
     ranks = f"{workload.num_ranks} rank{'s' if workload.num_ranks > 1 else ''}"
     return (
-        f"{ranks} x {'-'.join(map(str, tokens))} tokens, "
+        f"{workload.precision}, {ranks} x {'-'.join(map(str, tokens))} tokens, "
         f"H {shape.hidden_size}, I {shape.intermediate_size}, E {shape.num_experts}, K {shape.topk}, "
         f"S {shape.shared_intermediate_size}"
     )

@@ -74,7 +74,7 @@ class Workload:
     """Inputs of one layer, lists by rank: x [T, H] bfloat16, expert_ids [T, K], router_weights [T, K] f32.
 
     T may differ from rank to rank and may be 0. `weights` holds all E experts. `d_output` is the gradient of the output
-    that backward runs are given, random if None.
+    that backward runs are given, random if None. `precision` is that of the routed experts' products.
     """
 
     shape: MoEShape
@@ -84,6 +84,7 @@ class Workload:
     weights: Weights
     swiglu_limit: float | None = None
     d_output: list[Tensor] | None = None
+    precision: str = "bf16"
 
     @classmethod
     def from_ids(
@@ -129,6 +130,7 @@ class Workload:
         num_ranks: int,
         num_tokens: int | None,
         seed: int = 0,
+        precision: str = "bf16",
     ) -> Workload:
         """Random x and weights for captured choices, `num_tokens` tokens a rank; None: as many as each captured rank
         had in the first capture.
@@ -161,22 +163,26 @@ class Workload:
         for rank in range(num_ranks):
             start, count = rank // num_captured_ranks * wanted[rank % len(captured)], wanted[rank % len(captured)]
             places.append((captured[rank % len(captured)], slice(start, start + count)))
-        return cls.from_ids(
+        workload = cls.from_ids(
             shape,
             [ids[here].contiguous() for (ids, _), here in places],
             [weights[here].contiguous() for (_, weights), here in places],
             seed=seed,
         )
+        return replace(workload, precision=precision)
 
     @property
     def num_ranks(self) -> int:
         return len(self.x)
 
     def reference(self, dtype: torch.dtype) -> list[Tensor]:
-        """Output of the reference by rank: in float64 the truth, in bfloat16 torch's own rounding."""
-        from mok_modular import reference
+        """Output of the reference by rank: in float64 the truth, in bfloat16 rounded (and quantized) in torch."""
+        from mok_modular import reference, reference_mxfp8
 
         weights = self.weights.double() if dtype == torch.float64 else self.weights
+        if self.precision == "mxfp8" and dtype == torch.bfloat16:
+            arguments = self._arguments(weights)
+            return reference_mxfp8.forward(**arguments)
         out = reference.moe(
             torch.cat(self.x).to(dtype),
             torch.cat(self.expert_ids),
@@ -200,10 +206,15 @@ class Workload:
 
     def reference_gradients(self, dtype: torch.dtype) -> dict[str, list[Tensor]]:
         """The gradients for `d_outputs`, by name (d_x, d_router_weights, d_routed_gate, ...) and rank: in float64 the
-        truth, in bfloat16 torch's products at the library's rounding points."""
-        from mok_modular import reference
+        truth, in bfloat16 torch's products at the library's rounding (and quantization) points."""
+        from mok_modular import reference, reference_mxfp8
 
         weights = self.weights.double() if dtype == torch.float64 else self.weights
+        if self.precision == "mxfp8" and dtype == torch.bfloat16:
+            arguments = self._arguments(weights)
+            found = reference_mxfp8.backward(self.d_outputs(), **arguments)
+            lists = {name: [part] if isinstance(part, Tensor) else part for name, part in vars(found).items()}
+            return {f"d_{name}": parts for name, parts in lists.items() if parts}
         by_rank = reference.layer_backward(
             [d_output.to(dtype) for d_output in self.d_outputs()],
             [x.to(dtype) for x in self.x],
@@ -219,6 +230,16 @@ class Workload:
         )
         by_name = dict(zip(by_rank[0]._fields, zip(*by_rank, strict=True), strict=True))
         return {f"d_{name}": list(parts) for name, parts in by_name.items() if parts[0] is not None}
+
+    def _arguments(self, weights: Weights) -> dict[str, Any]:
+        """What reference_mxfp8's functions take, by name."""
+        return {
+            "xs": self.x,
+            "expert_ids": self.expert_ids,
+            "router_weights": self.router_weights,
+            **{f"w_{name}": weight for name, weight in vars(weights).items()},
+            "swiglu_limit": self.swiglu_limit,
+        }
 
 
 @dataclass(frozen=True)
@@ -382,7 +403,7 @@ class _RankResult:
 
 
 def _run_rank(member: Any, workload: Workload, config: MoKConfig, has_backward: bool = False) -> _RankResult:
-    from mok_modular import functional
+    from mok_modular import functional, ops
 
     rank, num_ranks = member.rank(), member.size()
     weights = workload.weights.of_rank(rank, num_ranks)
@@ -403,24 +424,33 @@ def _run_rank(member: Any, workload: Workload, config: MoKConfig, has_backward: 
         num_local_experts=workload.shape.num_experts // num_ranks,
     )
     start_s = time.perf_counter()
-    arguments = (
-        workload.x[rank],
-        workload.router_weights[rank],
-        weights.shared_gate,
-        weights.shared_up,
-        weights.shared_down,
-        weights.routed_gate,
-        weights.routed_up,
-        weights.routed_down,
-        workload.swiglu_limit,
+    tokens: Any = (workload.x[rank], workload.router_weights[rank])
+    shared: Any = (weights.shared_gate, weights.shared_up, weights.shared_down)
+    routed: Any = (weights.routed_gate, weights.routed_up, weights.routed_down)
+    routed_backward = routed
+    if workload.precision == "mxfp8":
+        parts = [ops.mxfp8_quantize(weight, rowwise=True, columnwise=True) for weight in routed]
+        routed, routed_backward = [part[:2] for part in parts], (*parts[:2], parts[2][2:])
+        start_s = time.perf_counter()  # not the quantization of weights, which is made once a step
+    limit: Any = {"swiglu_limit": workload.swiglu_limit}
+    output, context = functional.forward(
+        config,
+        workspace,
+        schedule,
+        *tokens,
+        *shared,
+        *routed,
+        **limit,
+        save_context=has_backward,
     )
-    output, context = functional.forward(config, workspace, schedule, *arguments, save_context=has_backward)
     end_s = backward_start_s = backward_end_s = time.perf_counter()
     gradients: dict[str, Tensor] = {}
     if has_backward:
         d_output = workload.d_outputs()[rank]
         backward_start_s = time.perf_counter()
-        found = functional.backward(config, workspace, schedule, context, d_output, *arguments)
+        found = functional.backward(
+            config, workspace, schedule, context, d_output, *tokens, *shared, *routed_backward, **limit
+        )
         backward_end_s = time.perf_counter()
         names = (f"d_{name}" for name in LayerGradients._fields)
         gradients = {name: part for name, part in zip(names, found, strict=True) if part is not None}
