@@ -324,19 +324,28 @@ def run_forward_plans(
     return [_merge([results[visit] for results in by_rank]) for visit in sorted(visits)]
 
 
-def run_passes(group: Any, workload: Workload, config: MoKConfig) -> PassesResult:
-    """build_schedule, one forward and one backward, otherwise as run_forward."""
-    return run_passes_plans(group, workload, [config])[0]
+def run_passes(
+    group: Any, workload: Workload, config: MoKConfig, *, is_context_recomputed: bool = False
+) -> PassesResult:
+    """build_schedule, one forward and one backward, otherwise as run_forward. is_context_recomputed: the forward keeps
+    no context."""
+    return run_passes_plans(group, workload, [config], is_context_recomputed=is_context_recomputed)[0]
 
 
 def run_passes_plans(
-    group: Any, workload: Workload, configs: Sequence[MoKConfig], num_rounds: int = 1
+    group: Any,
+    workload: Workload,
+    configs: Sequence[MoKConfig],
+    num_rounds: int = 1,
+    *,
+    is_context_recomputed: bool = False,
 ) -> list[PassesResult]:
     """As run_forward_plans, with a backward after every forward."""
     visits = _visits(len(configs), num_rounds)
 
     def step(member: Any) -> dict[tuple[int, int], _RankResult]:
-        return {visit: _run_rank(member, workload, configs[visit[0]], has_backward=True) for visit in visits}
+        options = {"has_backward": True, "is_context_recomputed": is_context_recomputed}
+        return {visit: _run_rank(member, workload, configs[visit[0]], **options) for visit in visits}
 
     by_rank = _run_group(group, workload, step)
     return [_merge_passes([results[visit] for results in by_rank]) for visit in sorted(visits)]
@@ -402,7 +411,14 @@ class _RankResult:
     backward_end_s: float
 
 
-def _run_rank(member: Any, workload: Workload, config: MoKConfig, has_backward: bool = False) -> _RankResult:
+def _run_rank(
+    member: Any,
+    workload: Workload,
+    config: MoKConfig,
+    *,
+    has_backward: bool = False,
+    is_context_recomputed: bool = False,
+) -> _RankResult:
     from mok_modular import functional, ops
 
     rank, num_ranks = member.rank(), member.size()
@@ -441,10 +457,14 @@ def _run_rank(member: Any, workload: Workload, config: MoKConfig, has_backward: 
         *shared,
         *routed,
         **limit,
-        save_context=has_backward,
+        save_context=has_backward and not is_context_recomputed,
     )
     end_s = backward_start_s = backward_end_s = time.perf_counter()
     gradients: dict[str, Tensor] = {}
+    if is_context_recomputed:
+        context = functional.recompute_forward_context(
+            config, workspace, schedule, tokens[0], *shared[:2], *routed[:2], **limit
+        )
     if has_backward:
         d_output = workload.d_outputs()[rank]
         backward_start_s = time.perf_counter()
