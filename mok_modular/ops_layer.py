@@ -23,6 +23,7 @@ from mok_modular import functional
 from mok_modular.config import MoKConfig
 from mok_modular.functional import MoKForwardContext, MoKSchedule
 from mok_modular.group import Member
+from mok_modular.precision import pack_backward, pack_forward
 from mok_modular.workspace import Workspace, agree_on_num_tokens, get_workspace
 
 _states: WeakValueDictionary[int, LayerState] = WeakValueDictionary()
@@ -48,6 +49,7 @@ class LayerState:
         num_local_experts: int,
         swiglu_limit: float | None,
         num_local_tokens: int | None,
+        precision: str,
     ) -> None:
         self.member = member
         self.config = config
@@ -56,6 +58,7 @@ class LayerState:
         self.num_local_experts = num_local_experts
         self.swiglu_limit = swiglu_limit
         self.num_local_tokens = num_local_tokens
+        self.precision = precision
         self.main_grads: tuple[Tensor | None, ...] | None = None
         self.recorders: list[Recorder] = []
         key = next(_next_handle)
@@ -71,6 +74,7 @@ class LayerState:
             self.num_local_experts,
             self.swiglu_limit,
             self.num_local_tokens,
+            self.precision,
         )
 
     def workspace(self) -> Workspace:
@@ -162,9 +166,7 @@ def forward(
         w_shared_gate,
         w_shared_up,
         w_shared_down,
-        w_routed_gate,
-        w_routed_up,
-        w_routed_down,
+        *pack_forward(w_routed_gate, w_routed_up, w_routed_down, state.precision),
         state.swiglu_limit,
         save_context=saves_context,
     )
@@ -238,9 +240,7 @@ def backward(
         w_shared_gate,
         w_shared_up,
         w_shared_down,
-        w_routed_gate,
-        w_routed_up,
-        w_routed_down,
+        *pack_backward(w_routed_gate, w_routed_up, w_routed_down, state.precision),
         state.swiglu_limit,
         main_grads=state.main_grads if has_main_grads else None,
     )
