@@ -23,7 +23,7 @@ from mok_modular import functional, ops
 from mok_modular.config import MoKConfig
 from mok_modular.functional import MoKForwardContext, MoKSchedule
 from mok_modular.group import Member
-from mok_modular.precision import RoutedWeight
+from mok_modular.precision import pack_backward, pack_forward
 from mok_modular.workspace import Workspace, agree_on_num_tokens, get_workspace
 
 _states: WeakValueDictionary[int, LayerState] = WeakValueDictionary()
@@ -185,7 +185,7 @@ def forward(
         w_shared_gate,
         w_shared_up,
         w_shared_down,
-        *routed,
+        *pack_forward(w_routed_gate, w_routed_up, w_routed_down, state.precision),
         state.swiglu_limit,
         save_context=saves_context,
     )
@@ -260,7 +260,7 @@ def backward(
         w_shared_gate,
         w_shared_up,
         w_shared_down,
-        *routed,
+        *pack_backward(w_routed_gate, w_routed_up, w_routed_down, state.precision),
         state.swiglu_limit,
         main_grads=state.main_grads if has_main_grads else None,
     )

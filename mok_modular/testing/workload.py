@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mok_modular.config import MoEShape, MoKConfig
+from mok_modular.precision import pack_backward, pack_forward
 from mok_modular.reference import LayerGradients
 from mok_modular.routing import Routing
 from mok_modular.targets.host import TASK_ORDER
@@ -74,7 +75,8 @@ class Workload:
     """Inputs of one layer, lists by rank: x [T, H] bfloat16, expert_ids [T, K], router_weights [T, K] f32.
 
     T may differ from rank to rank and may be 0. `weights` holds all E experts. `d_output` is the gradient of the output
-    that backward runs are given, random if None. `precision` is that of the routed experts' products.
+    that backward runs are given, random if None. `precision` is that of the routed experts: a run in mxfp8 quantizes
+    the weights, which are bfloat16 here.
     """
 
     shape: MoEShape
@@ -176,9 +178,23 @@ class Workload:
         return len(self.x)
 
     def reference(self, dtype: torch.dtype) -> list[Tensor]:
-        """Output of the reference by rank: in float64 the truth, in bfloat16 rounded (and quantized) in torch."""
+        """Output of the reference by rank: in float64 the truth, in bfloat16 torch's own rounding (and in mxfp8 its
+        quantization, at the library's places)."""
         from mok_modular import reference, reference_mxfp8
 
+        if self.precision == "mxfp8" and dtype != torch.float64:
+            return reference_mxfp8.moe_ranks(
+                self.x,
+                self.expert_ids,
+                self.router_weights,
+                self.weights.routed_gate,
+                self.weights.routed_up,
+                self.weights.routed_down,
+                self.weights.shared_gate,
+                self.weights.shared_up,
+                self.weights.shared_down,
+                self.swiglu_limit,
+            )
         weights = self.weights.double() if dtype == torch.float64 else self.weights
         if self.precision == "mxfp8" and dtype == torch.bfloat16:
             arguments = self._arguments(weights)
@@ -206,16 +222,13 @@ class Workload:
 
     def reference_gradients(self, dtype: torch.dtype) -> dict[str, list[Tensor]]:
         """The gradients for `d_outputs`, by name (d_x, d_router_weights, d_routed_gate, ...) and rank: in float64 the
-        truth, in bfloat16 torch's products at the library's rounding (and quantization) points."""
+        truth, in bfloat16 torch's products at the library's rounding points (and in mxfp8 quantization points)."""
         from mok_modular import reference, reference_mxfp8
 
+        is_quantized = self.precision == "mxfp8" and dtype != torch.float64
+        layer_backward = reference_mxfp8.layer_backward if is_quantized else reference.layer_backward
         weights = self.weights.double() if dtype == torch.float64 else self.weights
-        if self.precision == "mxfp8" and dtype == torch.bfloat16:
-            arguments = self._arguments(weights)
-            found = reference_mxfp8.backward(self.d_outputs(), **arguments)
-            lists = {name: [part] if isinstance(part, Tensor) else part for name, part in vars(found).items()}
-            return {f"d_{name}": parts for name, parts in lists.items() if parts}
-        by_rank = reference.layer_backward(
+        by_rank = layer_backward(
             [d_output.to(dtype) for d_output in self.d_outputs()],
             [x.to(dtype) for x in self.x],
             self.expert_ids,
@@ -439,26 +452,12 @@ def _run_rank(
         workload.expert_ids[rank],
         num_local_experts=workload.shape.num_experts // num_ranks,
     )
+    inputs = workload.x[rank], workload.router_weights[rank]
+    shared = weights.shared_gate, weights.shared_up, weights.shared_down
+    routed = weights.routed_gate, weights.routed_up, weights.routed_down
+    arguments = (*inputs, *shared, *pack_forward(*routed, workload.precision), workload.swiglu_limit)
     start_s = time.perf_counter()
-    tokens: Any = (workload.x[rank], workload.router_weights[rank])
-    shared: Any = (weights.shared_gate, weights.shared_up, weights.shared_down)
-    routed: Any = (weights.routed_gate, weights.routed_up, weights.routed_down)
-    routed_backward = routed
-    if workload.precision == "mxfp8":
-        parts = [ops.mxfp8_quantize(weight, rowwise=True, columnwise=True) for weight in routed]
-        routed, routed_backward = [part[:2] for part in parts], (*parts[:2], parts[2][2:])
-        start_s = time.perf_counter()  # not the quantization of weights, which is made once a step
-    limit: Any = {"swiglu_limit": workload.swiglu_limit}
-    output, context = functional.forward(
-        config,
-        workspace,
-        schedule,
-        *tokens,
-        *shared,
-        *routed,
-        **limit,
-        save_context=has_backward and not is_context_recomputed,
-    )
+    output, context = functional.forward(config, workspace, schedule, *arguments, save_context=has_backward)
     end_s = backward_start_s = backward_end_s = time.perf_counter()
     gradients: dict[str, Tensor] = {}
     if is_context_recomputed:
@@ -467,6 +466,7 @@ def _run_rank(
         )
     if has_backward:
         d_output = workload.d_outputs()[rank]
+        arguments = (*inputs, *shared, *pack_backward(*routed, workload.precision), workload.swiglu_limit)
         backward_start_s = time.perf_counter()
         found = functional.backward(
             config, workspace, schedule, context, d_output, *tokens, *shared, *routed_backward, **limit

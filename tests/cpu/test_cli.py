@@ -106,6 +106,7 @@ def run_process(cwd: Path, argv: list[str], exit_code: int = 0) -> subprocess.Co
         (["run", "--routing", "/nonexistent/file.pt"], ["/nonexistent/file.pt"]),
         (["run", "--routing", __file__], ["test_cli.py", "not a routing file"]),
         (["run", "--iters", "3"], ["--iters"]),
+        (["run", "--precision", "fp8"], ["--precision", "fp8", "mxfp8"]),
         (["run", "--trace", "x.json"], ["--trace"]),
         (["ab", "--iters", "0"], ["--iters", "0"]),
         (["ab", "--plans", "some"], ["--plans", "some", "all"]),
@@ -187,6 +188,20 @@ def test_run_json(capsys: pytest.CaptureFixture[str], routing_file: str, mode: s
         assert check["ratio"] == pytest.approx(check["error"] / check["torch_error"])
         assert check["ratio"] <= 1.5
         assert 0 < check["error"] < 0.02
+
+
+@pytest.mark.parametrize("command", ["run", "ab"])
+def test_mxfp8(capsys: pytest.CaptureFixture[str], routing_file: str, command: str) -> None:
+    options = ["--precision", "mxfp8", "--shape", "128,256,8,2,128", "--routing", routing_file, "--tokens", "24"]
+    if command == "ab":
+        assert run_json(capsys, ["ab", "--plans", "all", "--iters", "1", *options])["bits_identical"] is True
+        return
+    report = run_json(capsys, ["run", *options])
+    assert (report["ok"], report["precision"]) == (True, "mxfp8")
+    assert {stage["name"] for stage in report["stages"]} == STAGES | BACKWARD_STAGES | {"quantize"}
+    for name, check in report["check"].items():
+        assert check["ratio"] <= 1.5
+        assert (0.02 < check["error"] < 0.1) == ("shared" not in name)
 
 
 def test_run_prints_progress_and_tables(capsys: pytest.CaptureFixture[str], routing_file: str) -> None:
