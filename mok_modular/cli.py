@@ -126,12 +126,6 @@ def _add_workload_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, help="tokens of each rank (default: those of one capture)")
     parser.add_argument("--routing", type=Path, metavar="FILE", help="captured routing (default: the shipped one)")
     parser.add_argument(
-        "--precision",
-        choices=("bf16", "mxfp8"),
-        default="bf16",
-        help="of the routed experts' products (default: bf16)",
-    )
-    parser.add_argument(
         "--order",
         choices=("round_robin", "random", "last_first"),
         default="round_robin",
@@ -166,7 +160,6 @@ def _run(args: argparse.Namespace) -> int:
                 "config": dataclasses.asdict(config),
                 "precision": workload.precision,
                 "ranks": workload.num_ranks,
-                "precision": workload.precision,
                 "shape": dataclasses.asdict(workload.shape),
                 "num_tokens": [len(x) for x in workload.x],
                 "routing": source,
@@ -311,7 +304,7 @@ def _set_up(args: argparse.Namespace) -> tuple[Workload, LocalGroup, str]:
 
     Raises ValueError or OSError for options that do not fit, BuildError if the extension does not load.
     """
-    from mok_modular.layer import check_precision
+    from mok_modular.calls import check_mxfp8_sizes
     from mok_modular.routing import load_routing
     from mok_modular.testing import Workload
 
@@ -332,9 +325,10 @@ def _set_up(args: argparse.Namespace) -> tuple[Workload, LocalGroup, str]:
         num_ranks=num_ranks,
         num_tokens=args.tokens,
         seed=args.seed,
-        precision=args.precision,
     )
     workload = dataclasses.replace(workload, precision=args.precision)
+    if args.precision == "mxfp8":
+        check_mxfp8_sizes(vars(shape), "cpu")
     # Last, so that wrong options are told even where the extension does not load.
     host_build_info()
     from mok_modular.group import LocalGroup
@@ -384,7 +378,7 @@ def _describe(workload: Workload) -> str:
     tokens = sorted({len(x) for x in workload.x})
     ranks = f"{workload.num_ranks} rank{'s' if workload.num_ranks > 1 else ''}"
     return (
-        f"{workload.precision}, {ranks} x {'-'.join(map(str, tokens))} tokens, "
+        f"{ranks} x {'-'.join(map(str, tokens))} tokens, "
         f"H {shape.hidden_size}, I {shape.intermediate_size}, E {shape.num_experts}, K {shape.topk}, "
         f"S {shape.shared_intermediate_size}, {workload.precision}"
     )

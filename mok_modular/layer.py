@@ -15,8 +15,6 @@ from mok_modular.group import as_member
 from mok_modular.precision import PRECISIONS
 from mok_modular.workspace import Workspace
 
-PRECISIONS = ("bf16", "mxfp8")
-
 
 class MoE(nn.Module):
     """An expert-parallel mixture of SwiGLU experts, with an optional shared expert. Collective over `group`.
@@ -205,16 +203,6 @@ class MoE(nn.Module):
             f"{self.shared_intermediate_size}, rank={self.member.rank()} of {self.member.size()}, "
             f"mode={str(self.config.plan)!r}, precision={self.precision!r}"
         )
-
-
-def check_precision(precision: str, shape: MoEShape) -> None:
-    """Raises ValueError, which names the rule, for a precision that is not there or that the sizes do not allow."""
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}")
-    if precision == "mxfp8":
-        for name in ("hidden_size", "intermediate_size", "shared_intermediate_size"):
-            if getattr(shape, name) % TILE:
-                raise ValueError(f"{name} must be a multiple of {TILE} in MXFP8, got {getattr(shape, name)}")
 
 
 def _fill(weight: Tensor, generator: torch.Generator) -> None:

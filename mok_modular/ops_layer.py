@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from mok_modular import functional, ops
+from mok_modular import functional
 from mok_modular.config import MoKConfig
 from mok_modular.functional import MoKForwardContext, MoKSchedule
 from mok_modular.group import Member
@@ -89,29 +89,11 @@ class LayerState:
             topk=self.topk,
         )
 
-    def routed_weights(
-        self, gate: Tensor, up: Tensor, down: Tensor, *, is_backward: bool
-    ) -> tuple[RoutedWeight, RoutedWeight, RoutedWeight]:
-        """The routed weights as functional.forward or backward takes them in this layer's precision."""
-        if self.precision == "bf16":
-            return gate, up, down
-        return (
-            _quantized(gate, rowwise=True, columnwise=is_backward),
-            _quantized(up, rowwise=True, columnwise=is_backward),
-            _quantized(down, rowwise=not is_backward, columnwise=is_backward),
-        )
-
     def record(self, expert_ids: Tensor, router_weights: Tensor) -> None:
         """Tells the recorders; not of a forward that a checkpoint repeats inside a backward."""
         if self.recorders and torch._C._current_graph_task_id() == -1:
             for recorder in self.recorders:
                 recorder(expert_ids, router_weights)
-
-
-def _quantized(weight: Tensor, *, rowwise: bool, columnwise: bool) -> tuple[Tensor, ...]:
-    """(data, scale), (data_t, scale_t), or all four; of weights as they are now."""
-    parts = ops.mxfp8_quantize(weight.detach(), rowwise, columnwise)
-    return tuple(part for part in parts if part is not None)
 
 
 def state_of(handle: Tensor) -> LayerState:
@@ -175,7 +157,6 @@ def forward(
     state's main_grads and returns none.
     """
     state = state_of(handle)
-    routed = state.routed_weights(w_routed_gate, w_routed_up, w_routed_down, is_backward=False)
     output, context = functional.forward(
         state.config,
         state.workspace(),
@@ -248,7 +229,6 @@ def backward(
     state = state_of(handle)
     if has_main_grads and state.main_grads is None:
         raise RuntimeError("main_grads were set in the forward and are gone: keep them until its backward")
-    routed = state.routed_weights(w_routed_gate, w_routed_up, w_routed_down, is_backward=True)
     d_x, d_router_weights, *d_weights = functional.backward(
         state.config,
         state.workspace(),

@@ -225,7 +225,6 @@ def make_layer(workload: Workload, member: Any, config: MoKConfig | None = None,
         config=config,
         shared_intermediate_size=sizes.shared_intermediate_size,
         swiglu_limit=workload.swiglu_limit,
-        precision=workload.precision,
         **options,
     )
     names = ("w_shared_gate", "w_shared_up", "w_shared_down", "w_routed_gate", "w_routed_up", "w_routed_down")

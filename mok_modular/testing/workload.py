@@ -132,7 +132,6 @@ class Workload:
         num_ranks: int,
         num_tokens: int | None,
         seed: int = 0,
-        precision: str = "bf16",
     ) -> Workload:
         """Random x and weights for captured choices, `num_tokens` tokens a rank; None: as many as each captured rank
         had in the first capture.
@@ -165,13 +164,12 @@ class Workload:
         for rank in range(num_ranks):
             start, count = rank // num_captured_ranks * wanted[rank % len(captured)], wanted[rank % len(captured)]
             places.append((captured[rank % len(captured)], slice(start, start + count)))
-        workload = cls.from_ids(
+        return cls.from_ids(
             shape,
             [ids[here].contiguous() for (ids, _), here in places],
             [weights[here].contiguous() for (_, weights), here in places],
             seed=seed,
         )
-        return replace(workload, precision=precision)
 
     @property
     def num_ranks(self) -> int:
@@ -196,9 +194,6 @@ class Workload:
                 self.swiglu_limit,
             )
         weights = self.weights.double() if dtype == torch.float64 else self.weights
-        if self.precision == "mxfp8" and dtype == torch.bfloat16:
-            arguments = self._arguments(weights)
-            return reference_mxfp8.forward(**arguments)
         out = reference.moe(
             torch.cat(self.x).to(dtype),
             torch.cat(self.expert_ids),
@@ -243,16 +238,6 @@ class Workload:
         )
         by_name = dict(zip(by_rank[0]._fields, zip(*by_rank, strict=True), strict=True))
         return {f"d_{name}": list(parts) for name, parts in by_name.items() if parts[0] is not None}
-
-    def _arguments(self, weights: Weights) -> dict[str, Any]:
-        """What reference_mxfp8's functions take, by name."""
-        return {
-            "xs": self.x,
-            "expert_ids": self.expert_ids,
-            "router_weights": self.router_weights,
-            **{f"w_{name}": weight for name, weight in vars(weights).items()},
-            "swiglu_limit": self.swiglu_limit,
-        }
 
 
 @dataclass(frozen=True)
@@ -432,7 +417,7 @@ def _run_rank(
     has_backward: bool = False,
     is_context_recomputed: bool = False,
 ) -> _RankResult:
-    from mok_modular import functional, ops
+    from mok_modular import functional
 
     rank, num_ranks = member.rank(), member.size()
     weights = workload.weights.of_rank(rank, num_ranks)
@@ -457,20 +442,20 @@ def _run_rank(
     routed = weights.routed_gate, weights.routed_up, weights.routed_down
     arguments = (*inputs, *shared, *pack_forward(*routed, workload.precision), workload.swiglu_limit)
     start_s = time.perf_counter()
-    output, context = functional.forward(config, workspace, schedule, *arguments, save_context=has_backward)
+    is_saved = has_backward and not is_context_recomputed
+    output, context = functional.forward(config, workspace, schedule, *arguments, save_context=is_saved)
     end_s = backward_start_s = backward_end_s = time.perf_counter()
     gradients: dict[str, Tensor] = {}
     if is_context_recomputed:
+        w_gate, w_up, _ = pack_forward(*routed, workload.precision)
         context = functional.recompute_forward_context(
-            config, workspace, schedule, tokens[0], *shared[:2], *routed[:2], **limit
+            config, workspace, schedule, inputs[0], *shared[:2], w_gate, w_up, workload.swiglu_limit
         )
     if has_backward:
         d_output = workload.d_outputs()[rank]
         arguments = (*inputs, *shared, *pack_backward(*routed, workload.precision), workload.swiglu_limit)
         backward_start_s = time.perf_counter()
-        found = functional.backward(
-            config, workspace, schedule, context, d_output, *tokens, *shared, *routed_backward, **limit
-        )
+        found = functional.backward(config, workspace, schedule, context, d_output, *arguments)
         backward_end_s = time.perf_counter()
         names = (f"d_{name}" for name in LayerGradients._fields)
         gradients = {name: part for name, part in zip(names, found, strict=True) if part is not None}
