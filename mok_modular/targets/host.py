@@ -14,13 +14,17 @@ import torch
 from torch import Tensor
 
 from mok_modular.config import DEFAULT_ROW_BLOCK, MoKConfig
-from mok_modular.errors import MoKDeadlockError, MoKPeerError, MoKTimeoutError
+from mok_modular.errors import MoKDeadlockError, MoKPeerError, MoKSignalError, MoKTimeoutError
 from mok_modular.plan import STAGES, Launch, Plan
+from mok_modular.trace import Trace
 
 if TYPE_CHECKING:
     from mok_modular.group import LocalGroup
 
 STREAMS = {"comm": 0, "compute": 1}
+
+planted_faults: list[dict[str, Any]] = []
+"""What mok_modular.testing.faults has planted in every run of this process."""
 
 WRITERS = {
     "topk_ready": ("schedule",),
@@ -90,6 +94,11 @@ class Call:
         """16 bits over `agree`, for the words that ranks exchange."""
         return zlib.crc32(repr(sorted(self.agree.items())).encode()) & 0xFFFF
 
+    def spoil(self) -> None:
+        """NaN in what the call has written for its caller: somebody may use it before the error is seen."""
+        if "output" in self.tensors:
+            self.tensors["output"].fill_(math.nan)
+
 
 class SharedWorkspace:
     """The memory of a group and the state that its ranks share: failure, statistics, injected faults."""
@@ -108,6 +117,7 @@ class SharedWorkspace:
         self.failure: Exception | None = None
         self.lost_signals: list[tuple[str, int, int, int]] = []  # edge, rank, destination rank or -1, index or -1
         self.num_switches = 0
+        self.clear_trace()
         group.on_interrupt(self)
         self.native.reserve(self.shape(num_local_experts=1, capacity_rows=self.row_block, intermediate_size=64))
 
@@ -176,6 +186,10 @@ class SharedWorkspace:
             self.num_local_tokens = old
             raise
 
+    def clear_trace(self) -> None:
+        """Starts the trace anew."""
+        self.trace = Trace("ns" if self.group.executor == "threads" else "steps")
+
     def interrupt(self) -> None:
         """Ends a running call (Ctrl-C)."""
         self.native.interrupt()
@@ -221,6 +235,9 @@ class SharedWorkspace:
                 config.timeout_s,
                 config.start_timeout_s,
                 self.lost_signals,
+                planted_faults,
+                config.trace,
+                self.trace.end,
             )
         except Exception as error:  # out of memory or threads: some ranks may be ahead of others
             self.failure = RuntimeError(f"{calls[0].kind}: {type(error).__name__}: {error}")
@@ -228,6 +245,10 @@ class SharedWorkspace:
         self.num_switches += result["num_switches"]
         for rank, rows in enumerate(result["stats"]):
             self._add_stats(rank, rows)
+        if config.trace:
+            streams = [(launch.kernel, launch.stream) for launch in launches(calls[0], shapes[0])]
+            names = extension().stage_names(), extension().edge_names()
+            self.trace.add(calls[0].kind, streams, result, *names)
         if result["reason"] == "ok":
             return [None] * len(calls)
         errors = self._errors(result, calls)
@@ -292,6 +313,17 @@ class SharedWorkspace:
             text = describe_mismatch(calls)
             return [MoKPeerError(text) for _ in calls]
         waits = [dict(wait, task=f"{wait['block']}.{wait['part']}") for wait in result["waits"]]
+        if reason == "surplus":
+            for each in waits:
+                each["have"] -= 2**64 if each["have"] >= 2**63 else 0
+            for call in calls:
+                call.spoil()
+            worst = waits[0]
+            text = (
+                f"{calls[0].kind}: {worst['edge']}[{worst['index']}] of rank {worst['rank']} has the wrong number of "
+                f"arrivals: {worst['stage']} task {worst['task']} waited for {worst['want']}, {worst['have']} came"
+            )
+            return [MoKSignalError(text, waits) for _ in calls]
         kind = MoKDeadlockError if reason == "deadlock" else MoKTimeoutError
         ring_blocks = max(1, min(self.config.macrobatch_size, calls[0].capacity_rows) // self.row_block)
         what = "no worker of any rank can go on"
@@ -299,7 +331,15 @@ class SharedWorkspace:
             wait = find_culprit(waits, ring_blocks)
             name = "start_timeout_s" if wait and wait["edge"] in _START_EDGES else "timeout_s"
             what = f"a wait lasted longer than {name}={getattr(calls[0].config, name):g} s"
-        return [kind(f"{call.kind}: {what}; {culprit(waits, ring_blocks)}", waits) for call in calls]
+        why = culprit(waits, ring_blocks)
+        places = {
+            f"rank {each['rank']} in {each['stage']} task {each['block']}.{each['part']}" for each in result["held"]
+        }
+        for each in result["held"]:
+            calls[each["rank"]].spoil()
+        if places:
+            why += f"; {', '.join(sorted(places))}: neither works nor waits"
+        return [kind(f"{call.kind}: {what}; {why}", waits) for call in calls]
 
 
 def launches(call: Call, shape: Any) -> list[Launch]:

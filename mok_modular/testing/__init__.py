@@ -1,5 +1,6 @@
 """What tests, benchmarks and the command line share: inputs, a run of them, and the check against float64."""
 
+from mok_modular.testing import faults
 from mok_modular.testing.workload import (
     MAX_RATIO,
     ForwardResult,
@@ -18,6 +19,7 @@ __all__ = [
     "TensorCheck",
     "Workload",
     "check_forward",
+    "faults",
     "run_forward",
     "run_forward_plans",
 ]

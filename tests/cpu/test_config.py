@@ -30,6 +30,7 @@ def test_defaults() -> None:
         "num_reserved_sms": 0,
         "signals": "direct",
         "allow_shared_gpu": False,
+        "trace": False,
     }
 
 
