@@ -7,9 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import FULL_RING, SMALL_RING, call, make_workload, run, same_bits, workspace_for
+from helpers import (
+    FULL_RING,
+    SMALL_RING,
+    build,
+    call,
+    forward,
+    make_workload,
+    run,
+    same_bits,
+    weights_of,
+    workspace_for,
+)
 
-from mok_modular import LocalGroup, MoKConfig, MoKDeadlockError, MoKSignalError, MoKTimeoutError, cli
+from mok_modular import LocalGroup, MoKConfig, MoKDeadlockError, MoKSignalError, MoKTimeoutError, cli, functional
 from mok_modular.targets import host
 from mok_modular.testing import Workload, faults
 
@@ -108,7 +119,8 @@ def test_delayed_beyond_the_timeout(workload: Workload) -> None:
     error = fail_and_recover(workload, config, faults.delay("x_ready", 1, by=2.0, index=0), executor="threads")
     assert type(error) is MoKTimeoutError
     assert "timeout_s=0.3" in str(error)
-    assert "nobody will publish x_ready[0]: rank 1, gate_up" in str(error)
+    assert "nobody will publish x_ready[" in str(error)
+    assert "rank 1, gate_up" in str(error)
 
 
 # ---- ranks and stages ----
@@ -151,6 +163,47 @@ def test_push_and_pull(workload: Workload) -> None:
         error = fail_and_recover(workload, config, faults.drop(edge, rank=0))
         assert f"nobody will publish {edge}[" in str(error)
         assert "waits for rank 0" in str(error)
+
+
+BACKWARD = ["d_y_ready", "d_hidden_ready", "d_gate_up_ready", "d_x_ready", "segment_ready", "carry_done"]
+
+
+@pytest.mark.parametrize("edge", [*BACKWARD, "shared_d_gate_up_ready", "slot_free", "gate_up_ready", "x_ready"])
+def test_backward(edge: str) -> None:
+    """Planted in the backward alone. One expert a rank, which goes through the ring twice."""
+    workload = make_workload([150, 140], E=2, K=4)
+    config = MoKConfig(mode="split", **SMALL_RING)
+
+    def step(member: Any, fault: faults.Fault) -> Exception:
+        rank = member.rank()
+        workspace = workspace_for(workload, member, config)
+        schedule = build(workload, workspace, config)
+        _, context = forward(workload, workspace, config, schedule)
+
+        def backward() -> tuple[Any, ...]:
+            x, weights = workload.x[rank], workload.router_weights[rank]
+            arguments = (context, x, x, weights, *weights_of(workload, member))
+            return functional.backward(config, workspace, schedule, *arguments)
+
+        expected = backward()
+        member.group.meet(rank, "plant", None, lambda p: [block.__enter__()] + [None] * (len(p) - 1), 10)
+        with pytest.raises(MoKTimeoutError) as caught:
+            backward()
+        member.group.meet(rank, "end", None, lambda p: [block.__exit__(None, None, None)] + [None] * (len(p) - 1), 10)
+        workspace.reset()
+        for a, b in zip(backward(), expected, strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        return caught.value
+
+    for fault, kind in (
+        (faults.drop(edge, rank=1), MoKDeadlockError),
+        (faults.duplicate(edge, rank=1), MoKSignalError),
+    ):
+        block = faults.plant(fault)
+        for error in LocalGroup(2).run(lambda member, fault=fault: step(member, fault)):
+            assert type(error) is kind
+            assert f"{edge}[" in str(error).splitlines()[0]
+            assert "rank 1" in str(error).splitlines()[0]
 
 
 def test_output_of_a_call_with_a_surplus_arrival_is_nan(workload: Workload) -> None:

@@ -9,9 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import FULL_RING, SMALL_RING, call, make_workload, run, same_bits, workspace_for
+from helpers import (
+    FULL_RING,
+    SMALL_RING,
+    build,
+    call,
+    forward,
+    make_workload,
+    run,
+    same_bits,
+    weights_of,
+    workspace_for,
+)
 
-from mok_modular import LocalGroup, MoKConfig, cli, trace
+from mok_modular import LocalGroup, MoKConfig, cli, functional, trace
 from mok_modular.plan import all_plans
 from mok_modular.testing import Workload
 
@@ -101,6 +112,25 @@ def test_calls_follow_one_another(workload: Workload) -> None:
 def test_bits_do_not_depend_on_it(workload: Workload) -> None:
     config = MoKConfig(mode="fused", **SMALL_RING)
     assert same_bits(run(workload, config), run(workload, MoKConfig(mode="fused", **SMALL_RING, trace=True)))
+
+
+@pytest.mark.parametrize("mode", ["split", "fused"])
+def test_backward(workload: Workload, mode: str) -> None:
+    config = MoKConfig(mode=mode, **SMALL_RING, trace=True)
+
+    def step(member: Any) -> trace.Trace:
+        rank = member.rank()
+        workspace = workspace_for(workload, member, config)
+        schedule = build(workload, workspace, config)
+        _, context = forward(workload, workspace, config, schedule)
+        x, weights = workload.x[rank], workload.router_weights[rank]
+        functional.backward(config, workspace, schedule, context, x, x, weights, *weights_of(workload, member))
+        return workspace.trace()
+
+    found = LocalGroup(2).run(step)[0]
+    check(found, "steps")
+    assert found.calls == ["schedule", "forward", "backward"]
+    assert {"down_dgrad", "wgrad"} <= {each.stage for each in found.intervals if each.kind == "work"}
 
 
 def test_off_keeps_nothing() -> None:

@@ -133,11 +133,12 @@ void Runtime::stand_still(Worker& worker, double amount) {
   throw StoodStill();
 }
 
-// Nobody waits for an arrival too many, so it is looked for when all is over: what somebody has waited for is, in
-// every plan, all that ever comes.
+// Nobody waits for an arrival too many, so it is looked for when all is over: the most that anybody has waited for is,
+// in every plan, all that ever comes.
 void Runtime::find_surplus() {
   if (result_.reason != Reason::none) return;
-  for (const auto& [rank, wait] : counted_) {
+  for (const auto& [word, counted] : counted_) {
+    const auto& [rank, wait] = counted;
     const Word have = wait.have();
     if (have == wait.want || (have >= kPlenty && have < 2 * kPlenty)) continue;
     result_.reason = Reason::surplus;
@@ -187,7 +188,10 @@ void Runtime::run_worker(const LaunchSpec& spec, Worker& worker) {
   while (found != kernels.end() && found->kernel != spec.name) ++found;
   if (found == kernels.end()) found = kernels.insert(found, KernelStats{spec.name, {}});
   for (int i = 0; i < kNumStages; ++i) found->stages[i].add(worker.stats_[i]);
-  for (const CountedWait& wait : worker.counted_) counted_.emplace_back(worker.rank(), wait);
+  for (const CountedWait& wait : worker.counted_) {
+    const auto found = counted_.try_emplace(wait.word, worker.rank(), wait).first;
+    if (wait.want > found->second.second.want) found->second.second = wait;
+  }
   result_.trace.insert(result_.trace.end(), worker.trace_.begin(), worker.trace_.end());
   result_.num_dropped += worker.num_dropped_;
 }

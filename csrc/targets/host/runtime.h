@@ -10,6 +10,8 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "targets/host/faults.h"
@@ -118,7 +120,7 @@ class Runtime {
   Faults faults_;
   std::mutex mutex_;
   Result result_;
-  std::vector<std::pair<int, CountedWait>> counted_;  // by rank
+  std::unordered_map<const Word*, std::pair<int, CountedWait>> counted_;  // with the rank
   std::atomic<bool> is_aborting_{false}, is_interrupted_{false};
 };
 
