@@ -16,6 +16,7 @@ from torch import Tensor
 from mok_modular.config import DEFAULT_ROW_BLOCK, MoKConfig
 from mok_modular.errors import MoKDeadlockError, MoKPeerError, MoKSignalError, MoKTimeoutError
 from mok_modular.plan import WINDOWED_STAGES, Launch, Plan, group_mask
+from mok_modular.swap import Swap
 from mok_modular.trace import Trace
 
 if TYPE_CHECKING:
@@ -107,8 +108,10 @@ class Call:
 
     def spoil(self) -> None:
         """NaN in what the call has written for its caller: somebody may use it before the error is seen."""
-        if "output" in self.tensors:
-            self.tensors["output"].fill_(math.nan)
+        is_added_to = any(name.startswith("gradients_") for name in self.tensors)
+        for name, tensor in self.tensors.items():
+            if name in ("output", "d_router") or (name.startswith(("d_routed_", "d_shared_")) and not is_added_to):
+                tensor.fill_(math.nan)
 
 
 class SharedWorkspace:
@@ -235,8 +238,9 @@ class SharedWorkspace:
         # Ranks whose calls differ run until they see it: each one's memory must hold what it works on until then.
         for shape in shapes if any(call.agree != calls[0].agree for call in calls) else shapes[:1]:
             self.native.reserve(shape)
+        swap = Swap(self, calls, shapes[0].ring_rows)
         programs = [
-            self._program(rank, call, shape) for rank, (call, shape) in enumerate(zip(calls, shapes, strict=True))
+            self._program(rank, call, shape, swap) for rank, (call, shape) in enumerate(zip(calls, shapes, strict=True))
         ]
         config = calls[0].config
         try:
@@ -266,10 +270,14 @@ class SharedWorkspace:
         if result["reason"] == "ok":
             return [None] * len(calls)
         errors = self._errors(result, calls)
+        if swap.errors:
+            rank, cause = next(iter(swap.errors.items()))
+            peer_error = MoKPeerError(f"rank {rank} raised {type(cause).__name__}: {cause}", rank)
+            errors = [swap.errors.get(each, peer_error) for each in range(len(calls))]
         self.failure = errors[0]
         return list(errors)
 
-    def _program(self, rank: int, call: Call, shape: Any) -> Any:
+    def _program(self, rank: int, call: Call, shape: Any, swap: Swap | None = None) -> Any:
         in_order = launches(call, shape)
         program = extension().Program(
             call.kind,
@@ -285,6 +293,9 @@ class SharedWorkspace:
         last_group = last_remote_launch(in_order)
         for i, launch in enumerate(in_order):
             num_workers, num_comm_workers = self._num_workers(call, launch)
+            swapped = swap.function(rank, launch.stages, launch.generation) if swap else None
+            if swapped is not None:
+                num_workers, num_comm_workers = 1, 0
             program.add_launch(
                 launch.kernel,
                 group_mask(launch.stages),
@@ -296,6 +307,7 @@ class SharedWorkspace:
                 STREAMS[launch.stream],
                 num_workers,
                 num_comm_workers,
+                swapped,
             )
         return program
 
@@ -325,7 +337,7 @@ class SharedWorkspace:
 
     def _errors(self, result: Mapping[str, Any], calls: Sequence[Call]) -> list[Exception]:
         reason = result["reason"]
-        if reason == "interrupted":
+        if reason in ("interrupted", "swapped"):
             return [MoKPeerError("interrupted") for _ in calls]
         if reason == "mismatch":
             text = describe_mismatch(calls)

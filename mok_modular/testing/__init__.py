@@ -1,6 +1,7 @@
 """What tests, benchmarks and the command line share: inputs, a run of them, and the check against float64."""
 
 from mok_modular.testing import faults
+from mok_modular.testing.contract import ContractReport, check_stage
 from mok_modular.testing.workload import (
     MAX_RATIO,
     ForwardResult,
@@ -14,11 +15,13 @@ from mok_modular.testing.workload import (
 
 __all__ = [
     "MAX_RATIO",
+    "ContractReport",
     "ForwardResult",
     "StageStats",
     "TensorCheck",
     "Workload",
     "check_forward",
+    "check_stage",
     "faults",
     "run_forward",
     "run_forward_plans",

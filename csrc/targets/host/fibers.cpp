@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <functional>
 #include <random>
 
 #include "targets/host/runtime.h"
@@ -34,6 +35,7 @@ class FiberRuntime final : public Runtime {
       current_ = fibers_[chosen].get();
       current_->worker.steps_ = std::max(current_->worker.steps_, current_->ready);
       swapcontext(&scheduler_, &current_->context);
+      if (request_) (*std::exchange(request_, nullptr))();
       now_ = current_->worker.steps_;
       if (current_->is_finished) retire(chosen);
     }
@@ -48,6 +50,11 @@ class FiberRuntime final : public Runtime {
     return !is_aborting_.load();
   }
   long long trace_now(const Worker& worker) const override { return worker.steps_; }
+  // On the scheduler's stack: a fiber's is too small for an interpreter.
+  void call_out(const std::function<void()>& function) override {
+    request_ = &function;
+    switch_out(nullptr);
+  }
   void hold(Worker& worker, double amount) override {
     static const Word kZero = 0;
     Wait never;
@@ -187,6 +194,7 @@ class FiberRuntime final : public Runtime {
   std::size_t last_ = 0;
   long long now_ = 0;  // the step that the fiber which ran last has come to
   Fiber* current_ = nullptr;
+  const std::function<void()>* request_ = nullptr;  // of the fiber that ran last
   ucontext_t scheduler_;
   std::mt19937_64 random_;
   std::exception_ptr error_;

@@ -11,6 +11,7 @@
 
 #include "targets/host/gemm.h"
 #include "targets/host/kernels.h"
+#include "targets/host/swapped.h"
 #include "targets/host/workspace.h"
 
 namespace nb = nanobind;
@@ -90,7 +91,7 @@ Tensors make_tensors(const Pointers& p) {
 }
 
 const char* reason_name(Reason reason) {
-  constexpr const char* kNames[] = {"ok", "deadlock", "timeout", "mismatch", "interrupted", "surplus"};
+  constexpr const char* kNames[] = {"ok", "deadlock", "timeout", "mismatch", "interrupted", "surplus", "swapped"};
   return kNames[static_cast<int>(reason)];
 }
 
@@ -184,6 +185,8 @@ nb::dict run(Workspace& workspace, std::vector<RankProgram*> programs, const std
   std::vector<RankProgram> ranks;
   for (std::size_t rank = 0; rank < programs.size(); ++rank) {
     ranks.push_back(*programs[rank]);
+    // The caller's functions are held for this run alone: a failed one can lead back to its program.
+    for (LaunchSpec& spec : programs[rank]->launches) spec.swapped = nullptr;
     ranks.back().call.regions = workspace.table(static_cast<int>(rank));
     std::copy_n(ranks.back().call.regions + rank * kNumRegions, kNumRegions, ranks.back().call.own);
   }
@@ -278,7 +281,8 @@ void bind_program(nb::module_& m) {
       .def(
           "add_launch",
           [](RankProgram& self, const std::string& name, unsigned group, const std::string& stage, int generation,
-             bool has_prologue, bool is_last_group, bool is_join, int stream, int num_workers, int num_comm_workers) {
+             bool has_prologue, bool is_last_group, bool is_join, int stream, int num_workers, int num_comm_workers,
+             nb::object swapped) {
             LaunchSpec spec;
             spec.name = name;
             spec.launch.group = group;
@@ -287,16 +291,22 @@ void bind_program(nb::module_& m) {
             spec.launch.has_prologue = has_prologue;
             spec.launch.is_last_group = is_last_group;
             spec.launch.launch_idx = static_cast<int32>(self.launches.size());
-            spec.kernel = find_kernel(group, spec.launch.stage);
+            spec.kernel =
+                swapped.is_none() ? find_kernel(group, spec.launch.stage) : find_swapped_kernel(stage_by_name(stage));
             if (!spec.kernel) throw nb::value_error(("the host target has no kernel '" + name + "'").c_str());
             spec.is_join = is_join;
             spec.stream = stream;
             spec.num_workers = num_workers;
             spec.num_comm_workers = num_comm_workers;
+            if (!swapped.is_none())
+              spec.swapped = [swapped] {
+                const nb::gil_scoped_acquire acquire;
+                return nb::cast<bool>(swapped());
+              };
             self.launches.push_back(spec);
           },
           "name"_a, "group"_a, "stage"_a, "generation"_a, "has_prologue"_a, "is_last_group"_a, "is_join"_a, "stream"_a,
-          "num_workers"_a, "num_comm_workers"_a);
+          "num_workers"_a, "num_comm_workers"_a, "swapped"_a = nb::none());
 }
 
 // One grouped GEMM on one core, for benchmarks: rows x cols x k, once.

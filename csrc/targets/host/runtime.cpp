@@ -53,6 +53,8 @@ bool Worker::may_publish(Edge edge, int64 index, int32 dst_rank) {
   return runtime_.may_publish(*this, edge, index, dst_rank);
 }
 
+bool Worker::call_out(const Args& args) { return runtime_.run_swapped_stage(*this, args); }
+
 void Worker::record(TraceKind kind, const Wait* wait, bool is_closed) {
   const long long end = runtime_.trace_now(*this), begin = last_mark_;
   last_mark_ = end;
@@ -160,6 +162,15 @@ Result Runtime::take_result() {
   result_.trace_end = options_.trace_begin;
   for (const TraceRecord& record : result_.trace) result_.trace_end = max_of<long long>(result_.trace_end, record.end);
   return std::move(result_);
+}
+
+bool Runtime::run_swapped_stage(const Worker& worker, const Args& args) {
+  const auto& launches = programs_[static_cast<std::size_t>(worker.rank())].launches;
+  const LaunchSpec& spec = launches[static_cast<std::size_t>(worker.launch_idx_)];
+  bool is_ok = false;
+  call_out([&] { is_ok = spec.swapped(); });
+  if (!is_ok) abort(Reason::swapped, args);
+  return is_ok;
 }
 
 Worker Runtime::make_worker(const LaunchSpec& spec, int rank, int index) {

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -32,6 +33,7 @@ struct LaunchSpec {
   bool is_join = false;  // starts after everything launched before it, on both streams
   int num_workers = 1;   // compute workers, or all of them where roles do not matter
   int num_comm_workers = 0;
+  std::function<bool()> swapped;  // what does the work of a swapped stage
 };
 
 struct RankProgram {
@@ -51,7 +53,7 @@ struct Options {
   long long trace_capacity = 1 << 16;  // records a worker
 };
 
-enum class Reason { none, deadlock, timeout, mismatch, interrupted, surplus };
+enum class Reason { none, deadlock, timeout, mismatch, interrupted, surplus, swapped };
 
 // One row of the table of waits.
 struct WaitRecord {
@@ -101,6 +103,9 @@ class Runtime {
   void abort(Reason reason, const Args& args);
   // Planted faults; true, and nothing done, where there are none.
   bool may_publish(Worker& worker, Edge edge, long long index, int dst_rank);
+  // Runs a function that needs a whole stack.
+  virtual void call_out(const std::function<void()>& function) = 0;
+  bool run_swapped_stage(const Worker& worker, const Args& args);
   void before_draw(Worker& worker);
   void before_task(Worker& worker);
   const Options& options() const { return options_; }

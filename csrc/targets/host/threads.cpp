@@ -35,6 +35,8 @@ class ThreadRuntime final : public Runtime {
   void park(Worker& worker, const Wait&) override { wait_clock(worker) = 0; }
   long long trace_now(const Worker&) const override { return now_ns(); }
 
+  void call_out(const std::function<void()>& function) override { function(); }
+
   void hold(Worker& worker, double amount) override {
     // A rank that hangs where nobody waits for it still ends the call.
     const double limit_s = amount > 0 ? amount : options_.timeout_s > 0 ? 3 * options_.timeout_s : 1e9;

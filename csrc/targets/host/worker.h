@@ -89,6 +89,8 @@ class Worker {
   void fail(const Args& args, const Wait& wait);  // the peer makes another call
   bool may_publish(Edge edge, int64 index, int32 dst_rank);
   // Python checks both here: ids before the call, counts after it.
+  // The launch's own function in place of tiles; false: it failed, and the call was aborted.
+  bool call_out(const Args& args);
   void report_invalid_id(const Args&) {}
   void report_overflow(const Args&, int64 /*want*/) {}
   void report_abort(const Args&) {}  // the run's result says it
