@@ -104,7 +104,7 @@ def run_process(cwd: Path, argv: list[str], exit_code: int = 0) -> subprocess.Co
         (["run", "--routing", "/nonexistent/file.pt"], ["/nonexistent/file.pt"]),
         (["run", "--routing", __file__], ["test_cli.py", "not a routing file"]),
         (["run", "--iters", "3"], ["--iters"]),
-        (["run", "--trace", "x.json"], ["--trace"]),
+        (["run", "--profile", "x.json"], ["--profile"]),
         (["ab", "--iters", "0"], ["--iters", "0"]),
         (["ab", "--plans", "some"], ["--plans", "some", "all"]),
         (["build", "--target", "sm_100f"], ["sm_100f", "not available in this version", "host"]),
