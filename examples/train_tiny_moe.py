@@ -29,7 +29,7 @@ import mok_modular as mok
 
 NUM_BYTE_VALUES = 256
 HIDDEN_SIZE, NUM_HEADS, NUM_LAYERS = 128, 4, 2
-NUM_EXPERTS, TOPK, EXPERT_SIZE, SHARED_SIZE = 16, 4, 64, 128
+NUM_EXPERTS, TOPK, EXPERT_SIZE, SHARED_SIZE = 16, 4, 128, 128
 CONTEXT, BATCH = 64, 16
 CONV_WIDTH = 4
 LEARNING_RATE, WARMUP_STEPS = 4e-3, 20
@@ -260,6 +260,7 @@ def parse_options() -> tuple[Options, argparse.Namespace]:
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default %(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="CPU ranks (default %(default)s)")
     parser.add_argument("--mode", default="fused", help="fused, split or a plan string (default %(default)s)")
+    parser.add_argument("--precision", choices=("bf16", "mxfp8"), default="bf16", help="of the experts' products")
     parser.add_argument(
         "--threads", type=int, default=2, help="CPU threads of all ranks together (default %(default)s)"
     )
@@ -270,7 +271,7 @@ def parse_options() -> tuple[Options, argparse.Namespace]:
         parser.error(f"--steps must be at least {NUM_CAPTURED_STEPS}")
     if args.ranks < 1 or NUM_EXPERTS % args.ranks:
         parser.error(f"--ranks must divide the number of experts, {NUM_EXPERTS}")
-    options = Options(args.steps, args.seed, args.ranks, args.mode, capture=args.capture)
+    options = Options(args.steps, args.seed, args.ranks, args.mode, args.precision, args.capture)
     return options, args
 
 

@@ -392,12 +392,13 @@ def check_width(name: str, value: int) -> None:
         raise ValueError(f"{name} must be a positive multiple of 64, got {value}")
 
 
-def check_mxfp8_sizes(sizes: Mapping[str, int], device: torch.device | str) -> None:
+def check_mxfp8_sizes(sizes: Mapping[str, Any], device: torch.device | str) -> None:
+    """`sizes` by the names of MoEShape, or a MoEShape's own."""
     if torch.device(device).type != "cpu":
         raise ValueError(f"MXFP8 runs on CPU ranks only in this version, the group is on {device}")
-    for name, value in sizes.items():
-        if value % 128:
-            raise ValueError(f"{name} must be a multiple of 128 in MXFP8, got {value}")
+    for name in ("hidden_size", "intermediate_size", "shared_intermediate_size"):
+        if sizes[name] % 128:
+            raise ValueError(f"{name} must be a multiple of 128 in MXFP8, got {sizes[name]}")
 
 
 def check_num_tokens(workspace: Workspace, name: str, tensor: Tensor) -> None:

@@ -24,6 +24,7 @@ from mok_modular.config import PRESETS, MoEShape, MoKConfig
 from mok_modular.errors import MoKPeerError, MoKTimeoutError, format_table
 from mok_modular.nvrtc import CompileError
 from mok_modular.plan import Plan, all_plans
+from mok_modular.precision import PRECISIONS
 from mok_modular.testing import MAX_RATIO
 
 if TYPE_CHECKING:
@@ -32,10 +33,13 @@ if TYPE_CHECKING:
     from mok_modular.trace import Trace
 
 # Data-flow order, for the list of stages; any other comes behind these.
-_STAGE_FILES = ("schedule", "dispatch", "grouped_gemm", "swiglu", "combine", "reduce", "ring")
+_STAGE_FILES = ("schedule", "dispatch", "grouped_gemm", "swiglu", "combine", "reduce", "quantize", "ring")
 
 _STAGE_NOTE = "rows, MB, GFLOP, busy (inside tiles) and wait (suspended at waits) are sums over ranks and workers"
-_CHECK_NOTE = f"distances from float64; torch: its BF16 matmuls, rounded at the same places; ok up to {MAX_RATIO} of it"
+_CHECK_NOTE = (
+    "distances from float64; torch: its BF16 matmuls, rounded and in mxfp8 quantized at the same places; "
+    f"ok up to {MAX_RATIO} of it"
+)
 
 DEFAULT_HIDDEN_SIZE = 256
 DEFAULT_INTERMEDIATE_SIZE = 384
@@ -126,8 +130,17 @@ def _add_workload_options(parser: argparse.ArgumentParser) -> None:
         f"(default: the captured layer's; {DEFAULT_HIDDEN_SIZE},{DEFAULT_INTERMEDIATE_SIZE},E,K,"
         f"{DEFAULT_SHARED_INTERMEDIATE_SIZE} with the routing's E and K where the capture does not say)",
     )
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, default="bf16", help="of the routed experts' products (default: bf16)"
+    )
     parser.add_argument("--tokens", type=int, help="tokens of each rank (default: those of one capture)")
     parser.add_argument("--routing", type=Path, metavar="FILE", help="captured routing (default: the shipped one)")
+    parser.add_argument(
+        "--precision",
+        choices=("bf16", "mxfp8"),
+        default="bf16",
+        help="of the routed experts' products (default: bf16)",
+    )
     parser.add_argument(
         "--order",
         choices=("round_robin", "random", "last_first"),
@@ -167,7 +180,9 @@ def _run(args: argparse.Namespace) -> int:
             {
                 "ok": is_ok,
                 "config": dataclasses.asdict(config),
+                "precision": workload.precision,
                 "ranks": workload.num_ranks,
+                "precision": workload.precision,
                 "shape": dataclasses.asdict(workload.shape),
                 "num_tokens": [len(x) for x in workload.x],
                 "routing": source,
@@ -332,6 +347,7 @@ def _set_up(args: argparse.Namespace) -> tuple[Workload, LocalGroup, str]:
 
     Raises ValueError or OSError for options that do not fit, BuildError if the extension does not load.
     """
+    from mok_modular.layer import check_precision
     from mok_modular.routing import load_routing
     from mok_modular.testing import Workload
 
@@ -352,7 +368,9 @@ def _set_up(args: argparse.Namespace) -> tuple[Workload, LocalGroup, str]:
         num_ranks=num_ranks,
         num_tokens=args.tokens,
         seed=args.seed,
+        precision=args.precision,
     )
+    workload = dataclasses.replace(workload, precision=args.precision)
     # Last, so that wrong options are told even where the extension does not load.
     host_build_info()
     from mok_modular.group import LocalGroup
@@ -402,9 +420,9 @@ def _describe(workload: Workload) -> str:
     tokens = sorted({len(x) for x in workload.x})
     ranks = f"{workload.num_ranks} rank{'s' if workload.num_ranks > 1 else ''}"
     return (
-        f"{ranks} x {'-'.join(map(str, tokens))} tokens, "
+        f"{workload.precision}, {ranks} x {'-'.join(map(str, tokens))} tokens, "
         f"H {shape.hidden_size}, I {shape.intermediate_size}, E {shape.num_experts}, K {shape.topk}, "
-        f"S {shape.shared_intermediate_size}"
+        f"S {shape.shared_intermediate_size}, {workload.precision}"
     )
 
 

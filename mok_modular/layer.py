@@ -9,9 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from mok_modular import ops_layer
+from mok_modular.calls import check_mxfp8_sizes
 from mok_modular.config import MAX_TOPK, MoEShape, MoKConfig
 from mok_modular.group import as_member
+from mok_modular.precision import PRECISIONS
 from mok_modular.workspace import Workspace
+
+PRECISIONS = ("bf16", "mxfp8")
 
 
 class MoE(nn.Module):
@@ -21,10 +25,11 @@ class MoE(nn.Module):
     w_routed_up [El, I, H], w_routed_down [El, H, I]; w_shared_gate, w_shared_up [S, H], w_shared_down [H, S] where
     shared_intermediate_size = S > 0. Expert e starts from the same values whatever R is, by torch.initial_seed().
 
-    group: a LocalMember, a LocalGroup of one rank or a torch ProcessGroup. precision: "bf16". swiglu_limit: clamps gate
-    above and up on both sides; None: no clamp. num_local_tokens: the largest T of any rank in any call; None: the ranks
-    agree on the largest T of their first call, and a larger one later is a ValueError (`layer.workspace.grow` makes
-    room).
+    group: a LocalMember, a LocalGroup of one rank or a torch ProcessGroup. precision: "bf16", or "mxfp8": the routed
+    experts' products have MXFP8 operands in both passes, parameters and gradients stay bf16; H, I and S are multiples
+    of 128. swiglu_limit: clamps gate above and up on both sides; None: no clamp. num_local_tokens: the largest T of any
+    rank in any call; None: the ranks agree on the largest T of their first call, and a larger one later is a ValueError
+    (`layer.workspace.grow` makes room).
 
     Differentiable on CPU ranks, for x, router_weights and the parameters: several calls in flight, checkpointing,
     retain_graph, torch.compile. A backward is collective as a forward is: every rank makes the same ones in the same
@@ -55,8 +60,12 @@ class MoE(nn.Module):
         self.config = config if config is not None else MoKConfig()
         if not isinstance(self.config, MoKConfig):
             raise TypeError(f"config must be a MoKConfig, got {type(config).__name__}")
-        if precision != "bf16":
-            raise ValueError(f"precision must be 'bf16' in this version, got {precision!r}")
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision must be one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}")
+        if precision == "mxfp8":
+            check_mxfp8_sizes(vars(self.shape), self.member.group.device)
+        elif self.config.wire != "bf16":
+            raise ValueError(f"config.wire={self.config.wire!r} needs precision='mxfp8', got {precision!r}")
         if num_experts % self.member.size():
             raise ValueError(
                 f"num_experts must be divisible by the number of ranks, got {num_experts} experts on "
@@ -81,6 +90,7 @@ class MoE(nn.Module):
             self.num_local_experts,
             swiglu_limit,
             num_local_tokens,
+            precision,
         )
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -193,8 +203,18 @@ class MoE(nn.Module):
             f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}, "
             f"num_experts={self.num_experts}, topk={self.topk}, shared_intermediate_size="
             f"{self.shared_intermediate_size}, rank={self.member.rank()} of {self.member.size()}, "
-            f"mode={str(self.config.plan)!r}"
+            f"mode={str(self.config.plan)!r}, precision={self.precision!r}"
         )
+
+
+def check_precision(precision: str, shape: MoEShape) -> None:
+    """Raises ValueError, which names the rule, for a precision that is not there or that the sizes do not allow."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}")
+    if precision == "mxfp8":
+        for name in ("hidden_size", "intermediate_size", "shared_intermediate_size"):
+            if getattr(shape, name) % TILE:
+                raise ValueError(f"{name} must be a multiple of {TILE} in MXFP8, got {getattr(shape, name)}")
 
 
 def _fill(weight: Tensor, generator: torch.Generator) -> None:

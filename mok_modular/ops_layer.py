@@ -19,10 +19,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from mok_modular import functional
+from mok_modular import functional, ops
 from mok_modular.config import MoKConfig
 from mok_modular.functional import MoKForwardContext, MoKSchedule
 from mok_modular.group import Member
+from mok_modular.precision import pack_backward, pack_forward
 from mok_modular.workspace import Workspace, agree_on_num_tokens, get_workspace
 
 _states: WeakValueDictionary[int, LayerState] = WeakValueDictionary()
@@ -48,6 +49,7 @@ class LayerState:
         num_local_experts: int,
         swiglu_limit: float | None,
         num_local_tokens: int | None,
+        precision: str,
     ) -> None:
         self.member = member
         self.config = config
@@ -56,6 +58,7 @@ class LayerState:
         self.num_local_experts = num_local_experts
         self.swiglu_limit = swiglu_limit
         self.num_local_tokens = num_local_tokens
+        self.precision = precision
         self.main_grads: tuple[Tensor | None, ...] | None = None
         self.recorders: list[Recorder] = []
         key = next(_next_handle)
@@ -71,6 +74,7 @@ class LayerState:
             self.num_local_experts,
             self.swiglu_limit,
             self.num_local_tokens,
+            self.precision,
         )
 
     def workspace(self) -> Workspace:
@@ -85,11 +89,29 @@ class LayerState:
             topk=self.topk,
         )
 
+    def routed_weights(
+        self, gate: Tensor, up: Tensor, down: Tensor, *, is_backward: bool
+    ) -> tuple[RoutedWeight, RoutedWeight, RoutedWeight]:
+        """The routed weights as functional.forward or backward takes them in this layer's precision."""
+        if self.precision == "bf16":
+            return gate, up, down
+        return (
+            _quantized(gate, rowwise=True, columnwise=is_backward),
+            _quantized(up, rowwise=True, columnwise=is_backward),
+            _quantized(down, rowwise=not is_backward, columnwise=is_backward),
+        )
+
     def record(self, expert_ids: Tensor, router_weights: Tensor) -> None:
         """Tells the recorders; not of a forward that a checkpoint repeats inside a backward."""
         if self.recorders and torch._C._current_graph_task_id() == -1:
             for recorder in self.recorders:
                 recorder(expert_ids, router_weights)
+
+
+def _quantized(weight: Tensor, *, rowwise: bool, columnwise: bool) -> tuple[Tensor, ...]:
+    """(data, scale), (data_t, scale_t), or all four; of weights as they are now."""
+    parts = ops.mxfp8_quantize(weight.detach(), rowwise, columnwise)
+    return tuple(part for part in parts if part is not None)
 
 
 def state_of(handle: Tensor) -> LayerState:
@@ -153,6 +175,7 @@ def forward(
     state's main_grads and returns none.
     """
     state = state_of(handle)
+    routed = state.routed_weights(w_routed_gate, w_routed_up, w_routed_down, is_backward=False)
     output, context = functional.forward(
         state.config,
         state.workspace(),
@@ -162,9 +185,7 @@ def forward(
         w_shared_gate,
         w_shared_up,
         w_shared_down,
-        w_routed_gate,
-        w_routed_up,
-        w_routed_down,
+        *pack_forward(w_routed_gate, w_routed_up, w_routed_down, state.precision),
         state.swiglu_limit,
         save_context=saves_context,
     )
@@ -227,6 +248,7 @@ def backward(
     state = state_of(handle)
     if has_main_grads and state.main_grads is None:
         raise RuntimeError("main_grads were set in the forward and are gone: keep them until its backward")
+    routed = state.routed_weights(w_routed_gate, w_routed_up, w_routed_down, is_backward=True)
     d_x, d_router_weights, *d_weights = functional.backward(
         state.config,
         state.workspace(),
@@ -238,14 +260,12 @@ def backward(
         w_shared_gate,
         w_shared_up,
         w_shared_down,
-        w_routed_gate,
-        w_routed_up,
-        w_routed_down,
+        *pack_backward(w_routed_gate, w_routed_up, w_routed_down, state.precision),
         state.swiglu_limit,
         main_grads=state.main_grads if has_main_grads else None,
     )
-    routed, shared = d_weights[:3], d_weights[3:]
-    found = [x.new_empty(0) if gradient is None else gradient for gradient in (*shared, *routed)]
+    in_order = (*d_weights[3:], *d_weights[:3])  # shared ones first
+    found = [x.new_empty(0) if gradient is None else gradient for gradient in in_order]
     return d_x, d_router_weights, *found  # type: ignore[return-value]
 
 

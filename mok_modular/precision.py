@@ -12,12 +12,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mok_modular.ops import check_quantized, dequantize_to_bfloat16
+from mok_modular.ops import check_quantized, dequantize_to_bfloat16, mxfp8_quantize
 
 RoutedWeight = Tensor | Sequence[Tensor]
 """BF16, or MXFP8: (data, scale), for a backward with (data_t, scale_t) behind, or these two alone."""
 
+PRECISIONS = ("bf16", "mxfp8")
+
 _GRADIENT_NAMES = {"w_routed_gate": "w_dgrad_gate", "w_routed_up": "w_dgrad_up"}
+
+
+def pack_forward(gate: Tensor, up: Tensor, down: Tensor, precision: str) -> tuple[Any, Any, Any]:
+    """BF16 weights as a forward takes them in this precision."""
+    if precision == "bf16":
+        return gate, up, down
+    gate_parts, up_parts, down_parts = (mxfp8_quantize(weight, rowwise=True) for weight in (gate, up, down))
+    return gate_parts[:2], up_parts[:2], down_parts[:2]
+
+
+def pack_backward(gate: Tensor, up: Tensor, down: Tensor, precision: str) -> tuple[Any, Any, Any]:
+    """BF16 weights as a backward takes them in this precision."""
+    if precision == "bf16":
+        return gate, up, down
+    both = [mxfp8_quantize(weight, rowwise=True, columnwise=True) for weight in (gate, up)]
+    return both[0], both[1], mxfp8_quantize(down, rowwise=False, columnwise=True)[2:]
 
 
 def unpack_forward(weights: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:

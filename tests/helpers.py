@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mok_modular import LocalGroup, MoE, MoEShape, MoKConfig, functional
+from mok_modular.precision import pack_backward, pack_forward
 from mok_modular.testing import Workload, check_forward, check_tensors
 from mok_modular.testing.workload import ForwardResult
 
@@ -58,6 +59,7 @@ def make_workload(
     routing: Routing | None = None,
     seed: int = 0,
     swiglu_limit: float | None = None,
+    precision: str = "bf16",
     **sizes: int,
 ) -> Workload:
     """Random tokens; by default random experts, one route in nine missing. Weights of both signs and zero."""
@@ -71,7 +73,8 @@ def make_workload(
             ids.append(routing(rank, count, generator))
         weights.append(torch.randn(count, layer.topk, generator=generator))
         weights[-1][torch.rand(count, layer.topk, generator=generator) < 0.05] = 0.0
-    return Workload.from_ids(layer, ids, weights, seed=seed, swiglu_limit=swiglu_limit)
+    workload = Workload.from_ids(layer, ids, weights, seed=seed, swiglu_limit=swiglu_limit)
+    return dataclasses.replace(workload, precision=precision)
 
 
 def regroup(workload: Workload, num_ranks: int) -> Workload:
@@ -89,10 +92,11 @@ def regroup(workload: Workload, num_ranks: int) -> Workload:
     )
 
 
-def weights_of(workload: Workload, member: Any) -> tuple[Tensor | None, ...]:
-    """The six weights of a rank in the order of functional.forward."""
+def weights_of(workload: Workload, member: Any, pack: Any = pack_forward) -> tuple[Any, ...]:
+    """The six weights of a rank as functional.forward takes them, or what `pack` is for."""
     mine = workload.weights.of_rank(member.rank(), member.size())
-    return (mine.shared_gate, mine.shared_up, mine.shared_down, mine.routed_gate, mine.routed_up, mine.routed_down)
+    routed = pack(mine.routed_gate, mine.routed_up, mine.routed_down, workload.precision)
+    return (mine.shared_gate, mine.shared_up, mine.shared_down, *routed)
 
 
 def workspace_for(workload: Workload, member: Any, config: MoKConfig, **options: Any) -> functional.Workspace:
@@ -158,7 +162,7 @@ def backward(
         workload.d_outputs()[member.rank()],
         workload.x[member.rank()],
         workload.router_weights[member.rank()],
-        *weights_of(workload, member),
+        *weights_of(workload, member, pack_backward),
         workload.swiglu_limit,
         **options,
     )
@@ -211,6 +215,7 @@ def run(workload: Workload, config: MoKConfig | None = None, *, save_context: bo
 def make_layer(workload: Workload, member: Any, config: MoKConfig | None = None, **options: Any) -> MoE:
     """A MoE with the workload's weights."""
     sizes = workload.shape
+    options = {"precision": workload.precision, **options}
     layer = MoE(
         sizes.hidden_size,
         sizes.intermediate_size,
@@ -220,11 +225,13 @@ def make_layer(workload: Workload, member: Any, config: MoKConfig | None = None,
         config=config,
         shared_intermediate_size=sizes.shared_intermediate_size,
         swiglu_limit=workload.swiglu_limit,
+        precision=workload.precision,
         **options,
     )
     names = ("w_shared_gate", "w_shared_up", "w_shared_down", "w_routed_gate", "w_routed_up", "w_routed_down")
     with torch.no_grad():
-        for name, weight in zip(names, weights_of(workload, member), strict=True):
+        given = weights_of(dataclasses.replace(workload, precision="bf16"), member)
+        for name, weight in zip(names, given, strict=True):
             if weight is not None:
                 getattr(layer, name).copy_(weight)
     return layer

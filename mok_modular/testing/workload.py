@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mok_modular.config import MoEShape, MoKConfig
+from mok_modular.precision import pack_backward, pack_forward
 from mok_modular.reference import LayerGradients
 from mok_modular.routing import Routing
 from mok_modular.targets.host import TASK_ORDER
@@ -74,7 +75,8 @@ class Workload:
     """Inputs of one layer, lists by rank: x [T, H] bfloat16, expert_ids [T, K], router_weights [T, K] f32.
 
     T may differ from rank to rank and may be 0. `weights` holds all E experts. `d_output` is the gradient of the output
-    that backward runs are given, random if None.
+    that backward runs are given, random if None. `precision` is that of the routed experts: a run in mxfp8 quantizes
+    the weights, which are bfloat16 here.
     """
 
     shape: MoEShape
@@ -84,6 +86,7 @@ class Workload:
     weights: Weights
     swiglu_limit: float | None = None
     d_output: list[Tensor] | None = None
+    precision: str = "bf16"
 
     @classmethod
     def from_ids(
@@ -129,6 +132,7 @@ class Workload:
         num_ranks: int,
         num_tokens: int | None,
         seed: int = 0,
+        precision: str = "bf16",
     ) -> Workload:
         """Random x and weights for captured choices, `num_tokens` tokens a rank; None: as many as each captured rank
         had in the first capture.
@@ -161,22 +165,40 @@ class Workload:
         for rank in range(num_ranks):
             start, count = rank // num_captured_ranks * wanted[rank % len(captured)], wanted[rank % len(captured)]
             places.append((captured[rank % len(captured)], slice(start, start + count)))
-        return cls.from_ids(
+        workload = cls.from_ids(
             shape,
             [ids[here].contiguous() for (ids, _), here in places],
             [weights[here].contiguous() for (_, weights), here in places],
             seed=seed,
         )
+        return replace(workload, precision=precision)
 
     @property
     def num_ranks(self) -> int:
         return len(self.x)
 
     def reference(self, dtype: torch.dtype) -> list[Tensor]:
-        """Output of the reference by rank: in float64 the truth, in bfloat16 torch's own rounding."""
-        from mok_modular import reference
+        """Output of the reference by rank: in float64 the truth, in bfloat16 torch's own rounding (and in mxfp8 its
+        quantization, at the library's places)."""
+        from mok_modular import reference, reference_mxfp8
 
+        if self.precision == "mxfp8" and dtype != torch.float64:
+            return reference_mxfp8.moe_ranks(
+                self.x,
+                self.expert_ids,
+                self.router_weights,
+                self.weights.routed_gate,
+                self.weights.routed_up,
+                self.weights.routed_down,
+                self.weights.shared_gate,
+                self.weights.shared_up,
+                self.weights.shared_down,
+                self.swiglu_limit,
+            )
         weights = self.weights.double() if dtype == torch.float64 else self.weights
+        if self.precision == "mxfp8" and dtype == torch.bfloat16:
+            arguments = self._arguments(weights)
+            return reference_mxfp8.forward(**arguments)
         out = reference.moe(
             torch.cat(self.x).to(dtype),
             torch.cat(self.expert_ids),
@@ -200,11 +222,13 @@ class Workload:
 
     def reference_gradients(self, dtype: torch.dtype) -> dict[str, list[Tensor]]:
         """The gradients for `d_outputs`, by name (d_x, d_router_weights, d_routed_gate, ...) and rank: in float64 the
-        truth, in bfloat16 torch's products at the library's rounding points."""
-        from mok_modular import reference
+        truth, in bfloat16 torch's products at the library's rounding points (and in mxfp8 quantization points)."""
+        from mok_modular import reference, reference_mxfp8
 
+        is_quantized = self.precision == "mxfp8" and dtype != torch.float64
+        layer_backward = reference_mxfp8.layer_backward if is_quantized else reference.layer_backward
         weights = self.weights.double() if dtype == torch.float64 else self.weights
-        by_rank = reference.layer_backward(
+        by_rank = layer_backward(
             [d_output.to(dtype) for d_output in self.d_outputs()],
             [x.to(dtype) for x in self.x],
             self.expert_ids,
@@ -219,6 +243,16 @@ class Workload:
         )
         by_name = dict(zip(by_rank[0]._fields, zip(*by_rank, strict=True), strict=True))
         return {f"d_{name}": list(parts) for name, parts in by_name.items() if parts[0] is not None}
+
+    def _arguments(self, weights: Weights) -> dict[str, Any]:
+        """What reference_mxfp8's functions take, by name."""
+        return {
+            "xs": self.x,
+            "expert_ids": self.expert_ids,
+            "router_weights": self.router_weights,
+            **{f"w_{name}": weight for name, weight in vars(weights).items()},
+            "swiglu_limit": self.swiglu_limit,
+        }
 
 
 @dataclass(frozen=True)
@@ -303,19 +337,28 @@ def run_forward_plans(
     return [_merge([results[visit] for results in by_rank]) for visit in sorted(visits)]
 
 
-def run_passes(group: Any, workload: Workload, config: MoKConfig) -> PassesResult:
-    """build_schedule, one forward and one backward, otherwise as run_forward."""
-    return run_passes_plans(group, workload, [config])[0]
+def run_passes(
+    group: Any, workload: Workload, config: MoKConfig, *, is_context_recomputed: bool = False
+) -> PassesResult:
+    """build_schedule, one forward and one backward, otherwise as run_forward. is_context_recomputed: the forward keeps
+    no context."""
+    return run_passes_plans(group, workload, [config], is_context_recomputed=is_context_recomputed)[0]
 
 
 def run_passes_plans(
-    group: Any, workload: Workload, configs: Sequence[MoKConfig], num_rounds: int = 1
+    group: Any,
+    workload: Workload,
+    configs: Sequence[MoKConfig],
+    num_rounds: int = 1,
+    *,
+    is_context_recomputed: bool = False,
 ) -> list[PassesResult]:
     """As run_forward_plans, with a backward after every forward."""
     visits = _visits(len(configs), num_rounds)
 
     def step(member: Any) -> dict[tuple[int, int], _RankResult]:
-        return {visit: _run_rank(member, workload, configs[visit[0]], has_backward=True) for visit in visits}
+        options = {"has_backward": True, "is_context_recomputed": is_context_recomputed}
+        return {visit: _run_rank(member, workload, configs[visit[0]], **options) for visit in visits}
 
     by_rank = _run_group(group, workload, step)
     return [_merge_passes([results[visit] for results in by_rank]) for visit in sorted(visits)]
@@ -381,8 +424,15 @@ class _RankResult:
     backward_end_s: float
 
 
-def _run_rank(member: Any, workload: Workload, config: MoKConfig, has_backward: bool = False) -> _RankResult:
-    from mok_modular import functional
+def _run_rank(
+    member: Any,
+    workload: Workload,
+    config: MoKConfig,
+    *,
+    has_backward: bool = False,
+    is_context_recomputed: bool = False,
+) -> _RankResult:
+    from mok_modular import functional, ops
 
     rank, num_ranks = member.rank(), member.size()
     weights = workload.weights.of_rank(rank, num_ranks)
@@ -402,25 +452,25 @@ def _run_rank(member: Any, workload: Workload, config: MoKConfig, has_backward: 
         workload.expert_ids[rank],
         num_local_experts=workload.shape.num_experts // num_ranks,
     )
+    inputs = workload.x[rank], workload.router_weights[rank]
+    shared = weights.shared_gate, weights.shared_up, weights.shared_down
+    routed = weights.routed_gate, weights.routed_up, weights.routed_down
+    arguments = (*inputs, *shared, *pack_forward(*routed, workload.precision), workload.swiglu_limit)
     start_s = time.perf_counter()
-    arguments = (
-        workload.x[rank],
-        workload.router_weights[rank],
-        weights.shared_gate,
-        weights.shared_up,
-        weights.shared_down,
-        weights.routed_gate,
-        weights.routed_up,
-        weights.routed_down,
-        workload.swiglu_limit,
-    )
     output, context = functional.forward(config, workspace, schedule, *arguments, save_context=has_backward)
     end_s = backward_start_s = backward_end_s = time.perf_counter()
     gradients: dict[str, Tensor] = {}
+    if is_context_recomputed:
+        context = functional.recompute_forward_context(
+            config, workspace, schedule, tokens[0], *shared[:2], *routed[:2], **limit
+        )
     if has_backward:
         d_output = workload.d_outputs()[rank]
+        arguments = (*inputs, *shared, *pack_backward(*routed, workload.precision), workload.swiglu_limit)
         backward_start_s = time.perf_counter()
-        found = functional.backward(config, workspace, schedule, context, d_output, *arguments)
+        found = functional.backward(
+            config, workspace, schedule, context, d_output, *tokens, *shared, *routed_backward, **limit
+        )
         backward_end_s = time.perf_counter()
         names = (f"d_{name}" for name in LayerGradients._fields)
         gradients = {name: part for name, part in zip(names, found, strict=True) if part is not None}

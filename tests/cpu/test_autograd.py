@@ -6,6 +6,7 @@ Every way of training must give the very bits of the plain one, which is right a
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -77,6 +78,29 @@ def test_every_plan_trains(workload: Workload, expected: list[dict[str, Tensor]]
     results = on_ranks(workload, plain, config=MoKConfig(mode=mode, **SMALL_RING))
     for given, wanted in zip(results, expected, strict=True):
         assert_same(given, wanted)
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_mxfp8(use_reentrant: bool | None) -> None:
+    """Against the reference with the same quantization points; the same bits in another plan, and with a checkpoint."""
+    workload = dataclasses.replace(make_workload([150, 60], H=128, S=128, K=3), precision="mxfp8")
+    expected = on_ranks(workload, plain)
+    assert_gradients_right(workload, expected)
+
+    def step(part: Step) -> dict[str, Tensor]:
+        if use_reentrant is None:
+            return plain(part)
+        output = checkpoint(part.layer, part.x, part.ids, part.router_weights, use_reentrant=use_reentrant)
+        output.backward(part.d_output)
+        return {"output": output.detach(), **part.gradients()}
+
+    for given, wanted in zip(on_ranks(workload, step, config=MoKConfig(**SMALL_RING)), expected, strict=True):
+        assert_same(given, wanted)
+    in_bf16 = on_ranks(dataclasses.replace(workload, precision="bf16"), plain)
+    for given, other in zip(expected, in_bf16, strict=True):
+        for name in WEIGHTS[:3]:
+            cosine = torch.cosine_similarity(given[name].double().flatten(), other[name].double().flatten(), dim=0)
+            assert 0.99 < cosine < 1, name
 
 
 def test_a_layer_without_a_shared_expert() -> None:

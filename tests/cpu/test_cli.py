@@ -99,12 +99,15 @@ def run_process(cwd: Path, argv: list[str], exit_code: int = 0) -> subprocess.Co
         (["run", "--shape", "a,b,c,d"], ["--shape", "a,b,c,d"]),
         (["run", "--shape", "100,384,16,4"], ["hidden_size", "100", "64"]),
         (["run", "--shape", "64,64,16,33"], ["topk", "33"]),
+        (["run", "--precision", "fp4"], ["--precision", "fp4", "mxfp8"]),
+        (["run", "--precision", "mxfp8", "--shape", "64,128,16,4"], ["hidden_size", "128", "MXFP8", "64"]),
         (["run", "--order", "sideways"], ["--order", "sideways", "last_first"]),
         (["run", "--executor", "processes"], ["--executor", "processes", "fibers"]),
         (["run", "--routing", "/nonexistent/file.pt"], ["/nonexistent/file.pt"]),
         (["run", "--routing", __file__], ["test_cli.py", "not a routing file"]),
         (["run", "--iters", "3"], ["--iters"]),
         (["run", "--profile", "x.json"], ["--profile"]),
+        (["run", "--precision", "fp8"], ["--precision", "fp8", "mxfp8"]),
         (["ab", "--iters", "0"], ["--iters", "0"]),
         (["ab", "--plans", "some"], ["--plans", "some", "all"]),
         (["build", "--target", "sm_100f"], ["sm_100f", "not available in this version", "host"]),
@@ -187,6 +190,20 @@ def test_run_json(capsys: pytest.CaptureFixture[str], routing_file: str, mode: s
         assert 0 < check["error"] < 0.02
 
 
+@pytest.mark.parametrize("command", ["run", "ab"])
+def test_mxfp8(capsys: pytest.CaptureFixture[str], routing_file: str, command: str) -> None:
+    options = ["--precision", "mxfp8", "--shape", "128,256,8,2,128", "--routing", routing_file, "--tokens", "24"]
+    if command == "ab":
+        assert run_json(capsys, ["ab", "--plans", "all", "--iters", "1", *options])["bits_identical"] is True
+        return
+    report = run_json(capsys, ["run", *options])
+    assert (report["ok"], report["precision"]) == (True, "mxfp8")
+    assert {stage["name"] for stage in report["stages"]} == STAGES | BACKWARD_STAGES | {"quantize"}
+    for name, check in report["check"].items():
+        assert check["ratio"] <= 1.5
+        assert (0.02 < check["error"] < 0.1) == ("shared" not in name)
+
+
 def test_run_prints_progress_and_tables(capsys: pytest.CaptureFixture[str], routing_file: str) -> None:
     assert main(["run", "--routing", routing_file, "--ranks", "1", *SMALL]) == 0
     out, err = capsys.readouterr()
@@ -219,6 +236,22 @@ def test_run_prints_progress_and_tables(capsys: pytest.CaptureFixture[str], rout
 def test_run_options(capsys: pytest.CaptureFixture[str], routing_file: str, options: list[str]) -> None:
     report = run_json(capsys, ["run", "--routing", routing_file, *SMALL, *options])
     assert report["ok"] is True
+
+
+def test_run_and_ab_in_mxfp8(capsys: pytest.CaptureFixture[str], routing_file: str) -> None:
+    """Further from float64 than BF16 is, as far as the reference with the same quantization points."""
+    argv = ["--routing", routing_file, "--precision", "mxfp8", "--shape", "128,256,8,2,128"]
+    report = run_json(capsys, ["run", "--mode", "split", *argv])
+    assert report["ok"] is True
+    assert report["precision"] == "mxfp8"
+    assert "quantize" in {stage["name"] for stage in report["stages"]}
+    assert set(report["check"]) == TENSORS
+    for name, check in report["check"].items():
+        assert check["ratio"] <= 1.5
+        low, high = (0, 0.01) if name.startswith("d_shared") else (0.02, 0.12)
+        assert low < check["error"] < high, name
+    report = run_json(capsys, ["ab", "--iters", "1", *argv])
+    assert report["bits_identical"] is True
 
 
 def test_run_by_default_replays_the_shipped_capture(tmp_path: Path) -> None:

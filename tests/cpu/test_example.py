@@ -38,6 +38,14 @@ def test_plans_agree_to_the_last_bit(example: Any) -> None:
     torch.testing.assert_close(losses(example, num_ranks=4), fused, rtol=2e-3, atol=0)
 
 
+def test_mxfp8_stays_near(example: Any) -> None:
+    fused = losses(example, num_steps=3, precision="mxfp8")
+    assert losses(example, num_steps=3, precision="mxfp8", mode="split") == fused
+    in_bf16 = losses(example, num_steps=3)
+    assert in_bf16 != fused
+    assert max(abs(a - b) for a, b in zip(in_bf16, fused, strict=True)) < 0.05
+
+
 def test_the_last_steps_are_captured(example: Any, tmp_path: Path) -> None:
     path = tmp_path / "routing.pt"
     report = example.train(example.Options(num_steps=3, num_ranks=4, capture=str(path), is_evaluated=False))

@@ -180,7 +180,7 @@ def test_wrong_inputs_are_named_and_the_peers_hear_it(
         ({"num_experts": 9}, ValueError, ["num_experts", "9", "2 ranks"]),
         ({"num_experts": 8.0}, TypeError, ["num_experts", "float"]),
         ({"topk": 65}, ValueError, ["topk", "65", "64"]),
-        ({"precision": "mxfp8"}, ValueError, ["precision", "mxfp8"]),
+        ({"precision": "mxfp8"}, ValueError, ["hidden_size", "MXFP8", "128"]),
         ({"precision": "fp64"}, ValueError, ["precision", "fp64"]),
         ({"config": {"mode": "fused"}}, TypeError, ["config", "dict"]),
         ({"group": None}, TypeError, ["group", "NoneType"]),

@@ -7,49 +7,63 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import FULL_RING, SMALL_RING, build, same_bits, workspace_for
-from mxfp8_layer import GRADIENTS, SIZES, backward, d_outputs, forward, make_mxfp8_workload, run_both, weights_of
+from helpers import (
+    FULL_RING,
+    GRADIENTS,
+    SMALL_RING,
+    all_ranks,
+    assert_gradients_right,
+    assert_same,
+    backward,
+    build,
+    forward,
+    make_layer,
+    make_workload,
+    recompute,
+    regroup,
+    run_both,
+    same_bits,
+    weights_of,
+    workspace_for,
+)
 from torch import Tensor
 
-from mok_modular import LocalGroup, MoKConfig, MoKPeerError, functional, ops, reference_mxfp8
+from mok_modular import LocalGroup, MoE, MoKConfig, MoKPeerError, functional, ops
 from mok_modular.plan import all_plans
+from mok_modular.precision import pack_backward
 from mok_modular.stages import dispatch, quantize, schedule
 from mok_modular.testing import Workload
 
 PLANS = [str(plan) for plan in all_plans()]
 SOME_PLANS = ["fused", "split", "dispatch|gate_up+swiglu|down+combine", "dispatch+gate_up|swiglu+down|combine"]
 NUM_TOKENS = [137, 3, 0, 200]
-MAX_RATIO, MIN_COSINE = 1.5, 0.996
+SIZES = {"H": 128, "I": 256, "S": 384, "E": 8, "K": 3}
+MIN_COSINE = 0.996
+
+Results = list[dict[str, Tensor]]
+"""By rank: output and gradients by name."""
+
+
+def make_mxfp8_workload(num_tokens: list[int], **options: Any) -> Workload:
+    return make_workload(num_tokens, precision="mxfp8", **{**SIZES, **options})
 
 
 @pytest.fixture(scope="module")
 def workload() -> Workload:
+    """Several macrobatches of 256 rows a rank; experts that straddle their boundaries."""
     return make_mxfp8_workload(NUM_TOKENS)
 
 
 @pytest.fixture(scope="module")
-def expected(workload: Workload) -> dict[str, Tensor]:
+def expected(workload: Workload) -> Results:
     """The fused plan with default settings, which is right."""
     results = run_both(workload)
-    assert_right(workload, results)
+    assert_results_right(workload, results)
     return results
 
 
-def reference(workload: Workload, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Output and gradients by reference_mxfp8; float64 is the exact layer."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    weights = [getattr(workload.weights, name) for name in GRADIENTS[2:]]
-    args: list[Any] = [
-        [x.to(dtype) for x in workload.x],
-        workload.expert_ids,
-        [w.to(wide) for w in workload.router_weights],
-        *(None if w is None else w.to(dtype) for w in weights),
-        workload.swiglu_limit,
-    ]
-    gradients = reference_mxfp8.backward([d.to(dtype) for d in d_outputs(workload)], *args)
-    results: dict[str, Any] = {"output": reference_mxfp8.forward(*args)}
-    results |= {name: getattr(gradients, name) for name in GRADIENTS}
-    return {name: torch.cat(part) if isinstance(part, list) and part else part for name, part in results.items()}
+def joined(results: Results, name: str) -> Tensor:
+    return torch.cat([result[name] for result in results])
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -61,43 +75,39 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return float(a @ b / (a.norm() * b.norm()))
 
 
-def assert_right(workload: Workload, results: dict[str, Tensor]) -> None:
+def assert_results_right(workload: Workload, results: Results) -> None:
     """No further from the exact layer than the reference is, by more than half; and next to the reference."""
-    quantized, exact = reference(workload, torch.bfloat16), reference(workload, torch.float64)
-    for name, got in results.items():
-        if len(quantized[name]) == 0:
-            assert got.numel() == 0
-            continue
-        assert got.shape == quantized[name].shape and got.dtype == quantized[name].dtype, name
-        assert distance(got, exact[name]) <= MAX_RATIO * distance(quantized[name], exact[name]), name
+    assert_gradients_right(workload, results)
+    wanted = {"output": workload.reference(torch.bfloat16), **workload.reference_gradients(torch.bfloat16)}
+    for name in results[0]:
         # Sums in another order round elsewhere now and then; a quantization at another place would be 2% off.
-        assert distance(got, quantized[name]) < 2e-3, name
+        assert distance(joined(results, name), torch.cat(wanted[name])) < 2e-3, name
 
 
-def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], names: tuple[str, ...] = ("output", *GRADIENTS)) -> None:
-    differing = [name for name in names if not torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8))]
-    assert not differing
+def assert_all_same(given: Results, wanted: Results) -> None:
+    for mine, theirs in zip(given, wanted, strict=True):
+        assert_same(mine, theirs)
 
 
 # ---- right ----
 
 
-def test_gradients_point_where_those_of_bf16_do(workload: Workload, expected: dict[str, Tensor]) -> None:
-    bf16 = run_both(workload, is_mxfp8=False)
-    for name, got in expected.items():
-        assert cosine(got, bf16[name]) >= MIN_COSINE, name
+def test_gradients_point_where_those_of_bf16_do(workload: Workload, expected: Results) -> None:
+    bf16 = run_both(dataclasses.replace(workload, precision="bf16"))
+    for name in expected[0]:
+        assert cosine(joined(expected, name), joined(bf16, name)) >= MIN_COSINE, name
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.4])
 def test_swiglu_limit(limit: float) -> None:
     workload = make_mxfp8_workload([90, 41], swiglu_limit=limit, seed=3)
-    assert_right(workload, run_both(workload, MoKConfig(mode="split", **SMALL_RING)))
-    assert_same(run_both(workload), run_both(workload, MoKConfig(mode="split")))
+    assert_results_right(workload, run_both(workload, MoKConfig(mode="split", **SMALL_RING)))
+    assert_all_same(run_both(workload), run_both(workload, MoKConfig(mode="split")))
 
 
 def test_without_a_shared_expert() -> None:
     workload = make_mxfp8_workload([90, 41], S=0)
-    assert_right(workload, run_both(workload))
+    assert_results_right(workload, run_both(workload))
 
 
 def test_router_weights_of_every_size() -> None:
@@ -105,10 +115,12 @@ def test_router_weights_of_every_size() -> None:
     for weights in workload.router_weights:
         weights[::4], weights[1::4] = 0.0, 1e-20
         weights[2::4] = -weights[2::4].abs()
-    results, wanted = run_both(workload), reference(workload, torch.bfloat16)
-    assert distance(results["router_weights"], wanted["router_weights"]) < 2e-3
-    zero = torch.cat(workload.router_weights) == 0
-    assert (results["router_weights"][zero] != 0).any()
+    ones = dataclasses.replace(workload, router_weights=[torch.ones_like(w) for w in workload.router_weights])
+    results = run_both(workload)
+    assert_results_right(workload, results)
+    for mine, theirs in zip(results, run_both(ones), strict=True):  # the weight does not enter
+        assert same_bits(mine["d_router_weights"], theirs["d_router_weights"])
+    assert (joined(results, "d_router_weights")[torch.cat(workload.router_weights) == 0] != 0).any()
 
 
 def test_experts_without_rows_and_ranks_without_tokens() -> None:
@@ -117,13 +129,13 @@ def test_experts_without_rows_and_ranks_without_tokens() -> None:
 
     workload = make_mxfp8_workload([0, 70], routing=routing)
     results = run_both(workload, MoKConfig(wire="mxfp8", **SMALL_RING))
-    assert_right(workload, results)
-    for name in ("routed_gate", "routed_up", "routed_down"):
-        others = torch.cat([results[name][:2], results[name][4:]])
-        assert not others.view(torch.int16).any()
-    empty = run_both(make_mxfp8_workload([0, 0]), MoKConfig(wire="mxfp8"))
-    assert empty["output"].shape == (0, SIZES["H"])
-    assert not empty["routed_gate"].view(torch.int16).any()
+    assert_results_right(workload, results)
+    for name in ("d_routed_gate", "d_routed_up", "d_routed_down"):
+        gradient = joined(results, name)
+        assert not torch.cat([gradient[:2], gradient[4:]]).view(torch.int16).any()
+    for result in run_both(make_mxfp8_workload([0, 0]), MoKConfig(wire="mxfp8")):
+        assert result["output"].shape == (0, SIZES["H"])
+        assert not result["d_routed_gate"].view(torch.int16).any()
 
 
 def test_context_holds_tokens_as_they_were_dispatched(workload: Workload) -> None:
@@ -133,11 +145,10 @@ def test_context_holds_tokens_as_they_were_dispatched(workload: Workload) -> Non
     for wire in ("bf16", "mxfp8"):
         config = MoKConfig(wire=wire, **FULL_RING)
 
-        def step(member: Any, config: MoKConfig = config) -> Tensor:
-            workspace = workspace_for(workload, member, config)
+        def step(workspace: Any, config: MoKConfig = config) -> Tensor:
             return forward(workload, workspace, config, build(workload, workspace, config))[1].x
 
-        for x, want in zip(LocalGroup(len(rows)).run(step), rows, strict=True):
+        for x, want in zip(all_ranks(workload, config, step), rows, strict=True):
             assert same_bits(x[: len(want)], want)
 
 
@@ -155,11 +166,11 @@ def test_tokens_of_every_kind(wire: str) -> None:
     workload.expert_ids[0].zero_()
     config = MoKConfig(wire=wire)
 
-    def step(member: Any) -> Tensor:
-        workspace = workspace_for(workload, member, config)
-        return forward(workload, workspace, config, build(workload, workspace, config))[1].x[:8]
-
-    (got,) = LocalGroup(1).run(step)
+    (got,) = all_ranks(
+        workload,
+        config,
+        lambda workspace: forward(workload, workspace, config, build(workload, workspace, config))[1].x[:8],
+    )
     want = quantize.round_trip(x)
     assert torch.equal(got.isnan(), want.isnan())
     assert same_bits(got.nan_to_num(nan=1.0), want.nan_to_num(nan=1.0))
@@ -171,8 +182,8 @@ def test_tokens_of_every_kind(wire: str) -> None:
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("wire", ["bf16", "mxfp8"])
-def test_plans_and_wires(workload: Workload, expected: dict[str, Tensor], plan: str, wire: str) -> None:
-    assert_same(run_both(workload, MoKConfig(mode=plan, wire=wire, **SMALL_RING)), expected)
+def test_plans_and_wires(workload: Workload, expected: Results, plan: str, wire: str) -> None:
+    assert_all_same(run_both(workload, MoKConfig(mode=plan, wire=wire, **SMALL_RING)), expected)
 
 
 ABLATIONS: list[dict[str, Any]] = [
@@ -192,113 +203,147 @@ ABLATIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("plan", SOME_PLANS)
 @pytest.mark.parametrize("options", ABLATIONS, ids=str)
-def test_ablations(workload: Workload, expected: dict[str, Tensor], plan: str, options: dict[str, Any]) -> None:
-    assert_same(run_both(workload, MoKConfig(mode=plan, **options)), expected)
+def test_ablations(workload: Workload, expected: Results, plan: str, options: dict[str, Any]) -> None:
+    assert_all_same(run_both(workload, MoKConfig(mode=plan, **options)), expected)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_orders(workload: Workload, expected: dict[str, Tensor], seed: int) -> None:
+def test_random_orders(workload: Workload, expected: Results, seed: int) -> None:
     config = MoKConfig(mode=PLANS[5 * seed % 16], wire=["bf16", "mxfp8"][seed % 2], **SMALL_RING)
-    assert_same(run_both(workload, config, order="random", seed=seed, num_workers=1 + seed % 5), expected)
+    assert_all_same(run_both(workload, config, order="random", seed=seed, num_workers=1 + seed % 5), expected)
 
 
 @pytest.mark.parametrize("plan", SOME_PLANS)
 @pytest.mark.parametrize("wire", ["bf16", "mxfp8"])
-def test_threads(workload: Workload, expected: dict[str, Tensor], plan: str, wire: str) -> None:
+def test_threads(workload: Workload, expected: Results, plan: str, wire: str) -> None:
     config = MoKConfig(mode=plan, wire=wire, **SMALL_RING)
-    assert_same(run_both(workload, config, executor="threads", num_workers=3), expected)
+    assert_all_same(run_both(workload, config, executor="threads", num_workers=3), expected)
 
 
-def test_recomputed_context(workload: Workload, expected: dict[str, Tensor]) -> None:
+def test_recomputed_context(workload: Workload, expected: Results) -> None:
     for config in (MoKConfig(), MoKConfig(mode="split", wire="mxfp8", **SMALL_RING), MoKConfig(dispatch="push")):
-        assert_same(run_both(workload, config, recompute=True), expected)
+
+        def step(workspace: Any, config: MoKConfig = config) -> dict[str, Tensor]:
+            tables = build(workload, workspace, config)
+            return backward(workload, workspace, config, tables, recompute(workload, workspace, config, tables))
+
+        for mine, theirs in zip(all_ranks(workload, config, step), expected, strict=True):
+            assert_same(mine, theirs, without=["output"])
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_outputs_do_not_depend_on_the_number_of_ranks(
-    workload: Workload, expected: dict[str, Tensor], num_ranks: int
-) -> None:
-    def split(parts: list[Tensor]) -> list[Tensor]:
-        return [part.contiguous() for part in torch.cat(parts).tensor_split(num_ranks)]
-
-    regrouped = dataclasses.replace(
-        workload,
-        x=split(workload.x),
-        expert_ids=split(workload.expert_ids),
-        router_weights=split(workload.router_weights),
-    )
-    assert_same(run_both(regrouped, MoKConfig(wire="mxfp8")), expected, ("output",))
+def test_outputs_do_not_depend_on_the_number_of_ranks(workload: Workload, expected: Results, num_ranks: int) -> None:
+    results = run_both(regroup(workload, num_ranks), MoKConfig(wire="mxfp8"))
+    for name in ("output", "d_x", "d_router_weights"):
+        assert same_bits(joined(results, name), joined(expected, name))
 
 
-def test_halves_a_context_used_twice_and_main_grads(workload: Workload, expected: dict[str, Tensor]) -> None:
+def test_halves_a_context_used_twice_and_main_grads(workload: Workload, expected: Results) -> None:
     config = MoKConfig(wire="mxfp8", **FULL_RING)
+    order = ("shared_gate", "routed_gate", "shared_up", "routed_up", "shared_down", "routed_down")
 
-    def step(member: Any) -> list[bool]:
-        workspace = workspace_for(workload, member, config)
+    def step(workspace: Any) -> None:
+        rank, want = workspace.member.rank(), expected[workspace.member.rank()]
         tables = build(workload, workspace, config)
         _, context = forward(workload, workspace, config, tables)
-        whole = backward(workload, workspace, config, tables, context)
-        d_x, d_weights, saved = backward(
-            workload, workspace, config, tables, context, function=functional.backward_dgrad
-        )
+        assert_same(backward(workload, workspace, config, tables, context), want, without=["output"])
+        weights = weights_of(workload, workspace.member, pack_backward)
+        x, d_output = workload.x[rank], workload.d_outputs()[rank]
+        args = (config, workspace, tables, context)
+        *found, saved = functional.backward_dgrad(*args, d_output, x, workload.router_weights[rank], *weights)
+        assert_same(dict(zip(GRADIENTS, found, strict=False)), want, without=["output", *GRADIENTS[2:]])
         kept = {name: tensor.clone() for name, tensor in saved.named_tensors().items()}
-        rank = member.rank()
-        weights = weights_of(workload, member, for_backward=True)
-        args = (config, workspace, tables, context, saved, d_outputs(workload)[rank], workload.x[rank], *weights)
-        halves = [functional.backward_wgrad(*args) for _ in range(2)]
-        mine = workload.weights.of_rank(rank, member.size())
-        order = ("shared_gate", "routed_gate", "shared_up", "routed_up", "shared_down", "routed_down")
-        main_grads = [torch.zeros(getattr(mine, name).shape) for name in order]
-        assert backward(workload, workspace, config, tables, context, main_grads=main_grads)[2:] == (None,) * 6
-        by_name = dict(zip(GRADIENTS[2:], whole[2:], strict=True))
-        return [
-            same_bits(d_x, whole[0]),
-            torch.equal(d_weights, whole[1]),
-            *(same_bits(a, b) for half in halves for a, b in zip(half, whole[2:], strict=True)),
-            *(same_bits(kept[name], tensor) for name, tensor in saved.named_tensors().items()),
-            *(torch.equal(g.bfloat16(), by_name[name]) for g, name in zip(main_grads, order, strict=True)),
-        ]
+        for _ in range(2):
+            found = functional.backward_wgrad(*args, saved, d_output, x, *weights)
+            assert_same(dict(zip(GRADIENTS[2:], found, strict=True)), want, without=["output", *GRADIENTS[:2]])
+        assert all(same_bits(kept[name], tensor) for name, tensor in saved.named_tensors().items())
+        main_grads = [torch.zeros(want[f"d_{name}"].shape) for name in order]
+        rest = backward(workload, workspace, config, tables, context, main_grads=main_grads)
+        assert set(rest) == {"d_x", "d_router_weights"}
+        for name, gradient in zip(order, main_grads, strict=True):
+            assert torch.equal(gradient.bfloat16(), want[f"d_{name}"])
 
-    for checks in LocalGroup(workload.num_ranks).run(step):
-        assert all(checks)
+    all_ranks(workload, config, step)
 
 
-def test_both_precisions_and_zero_copy_on_one_workspace(workload: Workload, expected: dict[str, Tensor]) -> None:
+def test_both_precisions_and_zero_copy_on_one_workspace(workload: Workload, expected: Results) -> None:
     config, quantizing = MoKConfig(mode="split", **SMALL_RING), MoKConfig(wire="mxfp8")
+    in_bf16 = dataclasses.replace(workload, precision="bf16")
 
-    def step(member: Any) -> list[Tensor]:
-        workspace = workspace_for(workload, member, config)
+    def step(workspace: Any) -> None:
+        rank = workspace.member.rank()
+        want = expected[rank]["output"]
         tables = build(workload, workspace, config)
-        outputs = [forward(workload, workspace, config, tables, is_mxfp8=i % 2 == 0)[0] for i in range(4)]
-        other = workspace_for(workload, member, quantizing)
-        x = other.x[: len(workload.x[member.rank()])].copy_(workload.x[member.rank()])
-        weights = workload.router_weights[member.rank()], *weights_of(workload, member)
-        tables = build(workload, other, quantizing)
-        return [*outputs, functional.forward(quantizing, other, tables, x, *weights, save_context=False)[0]]
+        outputs = [forward(each, workspace, config, tables)[0] for each in (workload, in_bf16, workload, in_bf16)]
+        assert same_bits(outputs[0], want) and same_bits(outputs[2], want)
+        assert same_bits(outputs[1], outputs[3]) and (len(want) == 0 or not same_bits(outputs[1], want))
+        other = workspace_for(workload, workspace.member, quantizing)
+        other.x[: len(workload.x[rank])] = workload.x[rank]
+        there = dataclasses.replace(workload, x=[*workload.x[:rank], other.x[: len(want)], *workload.x[rank + 1 :]])
+        assert same_bits(forward(there, other, quantizing, build(workload, other, quantizing))[0], want)
 
-    first, bf16, second, bf16_again, zero_copy = (
-        torch.cat(parts) for parts in zip(*LocalGroup(workload.num_ranks).run(step), strict=True)
-    )
-    for output in (first, second, zero_copy):
-        assert same_bits(output, expected["output"])
-    assert same_bits(bf16, bf16_again) and not same_bits(bf16, first)
+    all_ranks(workload, config, step)
 
 
 def test_the_wire_carries_half_the_bytes(workload: Workload) -> None:
     def num_bytes(wire: str) -> int:
         config = MoKConfig(wire=wire)
 
-        def step(member: Any) -> int:
-            workspace = workspace_for(workload, member, config)
+        def step(workspace: Any) -> int:
             forward(workload, workspace, config, build(workload, workspace, config))
             return sum(row["num_bytes"] for row in workspace.stage_stats() if row["name"] == "dispatch")
 
-        return sum(LocalGroup(workload.num_ranks).run(step))
+        return sum(all_ranks(workload, config, step))
 
     rows = sum(int((ids >= 0).sum()) for ids in workload.expert_ids)
     row_bytes = SIZES["H"] + 16  # 4 scales, to the next 16 bytes
     assert num_bytes("bf16") == rows * 4 * SIZES["H"]
     assert num_bytes("mxfp8") == rows * (row_bytes + 2 * SIZES["H"])
+
+
+# ---- the module ----
+
+
+@pytest.mark.parametrize("config", [MoKConfig(), MoKConfig(mode="split", wire="mxfp8", **SMALL_RING)], ids=str)
+def test_module_and_autograd(workload: Workload, expected: Results, config: MoKConfig) -> None:
+    def step(member: Any) -> None:
+        rank = member.rank()
+        layer = make_layer(workload, member, config)
+        x, router_weights = (parts[rank].clone().requires_grad_() for parts in (workload.x, workload.router_weights))
+        outputs = [layer(x, workload.expert_ids[rank], router_weights) for _ in range(2)]
+        outputs[1].backward(workload.d_outputs()[rank])  # of two micro-batches in flight
+        names = GRADIENTS[2:]
+        found = [x.grad, router_weights.grad, *(getattr(layer, name.replace("d_", "w_", 1)).grad for name in names)]
+        assert_same({"output": outputs[0].detach(), **dict(zip(GRADIENTS, found, strict=True))}, expected[rank])
+
+    LocalGroup(workload.num_ranks).run(step)
+
+
+def test_compiled_in_one_graph() -> None:
+    workload = make_mxfp8_workload([24])
+    torch._dynamo.reset()
+
+    def step(member: Any) -> None:
+        layer = make_layer(workload, member, num_local_tokens=24)
+        args = (workload.x[0], workload.expert_ids[0], workload.router_weights[0])
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        with torch.no_grad():
+            assert same_bits(compiled(*args), layer(*args))
+
+    LocalGroup(1).run(step)
+
+
+def test_module_checks_its_arguments() -> None:
+    group = LocalGroup(1)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_experts": 2, "topk": 1, "group": group}
+    assert MoE(**sizes, precision="mxfp8").precision == "mxfp8"
+    for name in ("hidden_size", "intermediate_size", "shared_intermediate_size"):
+        with pytest.raises(ValueError, match=f"{name} must be a multiple of 128 in MXFP8, got 2880"):
+            MoE(**{**sizes, name: 2880}, precision="mxfp8")
+    with pytest.raises(ValueError, match=r"config\.wire='mxfp8' needs precision='mxfp8', got 'bf16'"):
+        MoE(**sizes, config=MoKConfig(wire="mxfp8"))
+    with pytest.raises(ValueError, match="precision must be one of 'bf16', 'mxfp8', got 'fp8'"):
+        MoE(**sizes, precision="fp8")
 
 
 # ---- errors ----
@@ -307,15 +352,14 @@ def test_the_wire_carries_half_the_bytes(workload: Workload) -> None:
 def raised(workload: Workload, config: MoKConfig, change: Any, error: Any, match: str) -> None:
     """Forward of one rank with weights that `change` has been at."""
 
-    def step(member: Any) -> None:
-        workspace = workspace_for(workload, member, config)
+    def step(workspace: Any) -> None:
         tables = build(workload, workspace, config)
-        weights = weights_of(workload, member)
+        weights = list(weights_of(workload, workspace.member))
         change(weights)
         functional.forward(config, workspace, tables, workload.x[0], workload.router_weights[0], *weights)
 
     with pytest.raises(error, match=match):
-        LocalGroup(1).run(step)
+        all_ranks(workload, config, step)
 
 
 def test_what_is_wrong_is_named() -> None:
@@ -350,32 +394,31 @@ def test_what_is_wrong_is_named() -> None:
     with pytest.raises(ValueError, match="wire must be one of"):
         MoKConfig(wire="fp8")
     with pytest.raises(ValueError, match=r"config\.wire='mxfp8' needs MXFP8 weights, got BF16 ones"):
-        run_both(workload, MoKConfig(wire="mxfp8"), is_mxfp8=False)
+        run_both(dataclasses.replace(workload, precision="bf16"), MoKConfig(wire="mxfp8"))
 
 
 def test_ranks_of_two_precisions_are_told() -> None:
     workload = make_mxfp8_workload([5, 6])
     config = MoKConfig()
 
-    def step(member: Any) -> None:
-        workspace = workspace_for(workload, member, config)
-        forward(workload, workspace, config, build(workload, workspace, config), is_mxfp8=member.rank() == 0)
+    def step(workspace: Any) -> None:
+        mine = dataclasses.replace(workload, precision=["bf16", "mxfp8"][workspace.member.rank()])
+        forward(mine, workspace, config, build(workload, workspace, config))
 
     with pytest.raises(MoKPeerError, match="precision"):
-        LocalGroup(2).run(step)
+        all_ranks(workload, config, step)
 
 
 def test_backward_wants_both_orientations() -> None:
     workload = make_mxfp8_workload([5])
     config = MoKConfig()
 
-    def step(member: Any, change: Any) -> None:
-        workspace = workspace_for(workload, member, config)
+    def step(workspace: Any, change: Any) -> None:
         tables = build(workload, workspace, config)
         _, context = forward(workload, workspace, config, tables)
-        weights = weights_of(workload, member, for_backward=True)
+        weights = list(weights_of(workload, workspace.member, pack_backward))
         change(weights)
-        args = (d_outputs(workload)[0], workload.x[0], workload.router_weights[0], *weights)
+        args = (workload.d_outputs()[0], workload.x[0], workload.router_weights[0], *weights)
         functional.backward(config, workspace, tables, context, *args)
 
     def only_rows(weights: list[Any]) -> None:
@@ -393,4 +436,4 @@ def test_backward_wants_both_orientations() -> None:
         (down_of_forward, r"w_routed_down must be \[El, H, I\] = \[8, 128, 256\], got \[8, 256, 128\]"),
     ):
         with pytest.raises(ValueError, match=match):
-            LocalGroup(1).run(lambda member, change=change: step(member, change))
+            all_ranks(workload, config, lambda workspace, change=change: step(workspace, change))
