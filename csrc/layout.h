@@ -43,10 +43,16 @@ constexpr bool holds(Group group, Stage stage) { return (group & group_bit(stage
 // ---- sizes ----------------------------------------------------------------------------------
 
 // Rows per task of the copy stages and of standalone swiglu; tokens per task of reduce. Fixed here because writers and readers of a signal must agree on them.
-constexpr int kCopyRows = 16;
+#ifndef MOK_COPY_ROWS
+#define MOK_COPY_ROWS 16
+#endif
+constexpr int kCopyRows = MOK_COPY_ROWS;
 constexpr int kPublishRows = 8;
 constexpr int kElementRows = 32;
-constexpr int kReduceTokens = 8;
+#ifndef MOK_REDUCE_TOKENS
+#define MOK_REDUCE_TOKENS 8
+#endif
+constexpr int kReduceTokens = MOK_REDUCE_TOKENS;
 // Top-k ids per task of schedule: a place task compares each id with those before it in the chunk.
 constexpr int kScheduleChunk = 256;
 // Output columns of a GEMM task, by the target's tile (accumulator columns: twice that for gate_up).

@@ -236,7 +236,7 @@ class CudaWorkspace(host.SharedWorkspace):
             stream = side if side is not None and launch.stream == "comm" else main
             function = self.functions[ENTRIES[launch.stages]]
             arguments = [call_set, host.extension().pack_launch(programs[0], i)]
-            if function.num_smem_bytes:
+            if function.has_maps:
                 arguments.append(maps)
             with self._timer(launch.kernel, stream):
                 num_sms = self._num_sms(config, launch.stream if side is not None and not is_last else None)

@@ -15,12 +15,15 @@ from mok_modular.config import MoKConfig
 ARCH = "sm_90a"
 DEFINE = "MOK_TARGET_SM90"
 COPY_THREADS, COPY_CTAS_PER_SM = 256, 3  # kThreads and kCtasPerSm of csrc/targets/cuda/worker.h
+COPY_RING_BYTES = 65792
+"""Dynamic shared memory of a CTA that copies rows: sizeof(CopyRing) of csrc/targets/cuda/worker.h, asserted there."""
 GEMM_THREADS = 384
 GEMM_SMEM_BYTES = 217088
-"""Dynamic shared memory of a GEMM CTA: sizeof(Shared) of csrc/targets/sm90/shared.h, which asserts that it is enough."""
+"""Dynamic shared memory of a GEMM CTA: at least sizeof(Shared) of csrc/targets/sm90/shared.h."""
 
+COPYING = frozenset({"publish", "dispatch", "combine"})
 COPY_KERNELS = {
-    name: nvrtc.Kernel(f"split/{name}.cu", (f"mok_{name}",))
+    name: nvrtc.Kernel(f"split/{name}.cu", (f"mok_{name}",), (f"MOK_COPY_RING_BYTES={COPY_RING_BYTES}",))
     for name in ("schedule", "publish", "dispatch", "swiglu", "combine", "reduce")
 }
 GEMM_KERNEL = nvrtc.Kernel(
@@ -54,12 +57,13 @@ def check_plan(config: MoKConfig) -> None:
 
 @dataclass(frozen=True)
 class Function:
-    """A loaded kernel: its CUfunction, threads a CTA, dynamic shared memory, CTAs an SM."""
+    """A loaded kernel: its CUfunction, threads a CTA, dynamic shared memory, CTAs an SM, if it takes tensor maps."""
 
     handle: Any
     num_threads: int
     num_smem_bytes: int
     ctas_per_sm: int
+    has_maps: bool
 
 
 class Device:
@@ -92,17 +96,28 @@ def load_kernel(kernel: nvrtc.Kernel, cubin: nvrtc.Cubin) -> tuple[dict[str, Fun
     is_gemm = kernel is GEMM_KERNEL
     functions = {}
     module = check(driver().cuModuleLoadData(cubin.data))
+    attributes = driver().CUfunction_attribute
     for entry in kernel.entries:
+        name = entry.removeprefix("mok_")
         handle = check(driver().cuModuleGetFunction(module, entry.encode()))
-        num_smem_bytes = GEMM_SMEM_BYTES + 1024 if is_gemm else 0  # and room for its alignment
+        num_smem_bytes = (
+            GEMM_SMEM_BYTES + 1024 if is_gemm else COPY_RING_BYTES if name in COPYING else 0
+        )  # GEMM: aligned
         if num_smem_bytes:
-            attribute = driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            check(driver().cuFuncSetAttribute(handle, attribute, num_smem_bytes))
-        functions[entry.removeprefix("mok_")] = Function(
+            check(
+                driver().cuFuncSetAttribute(
+                    handle, attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, num_smem_bytes
+                )
+            )
+            check(
+                driver().cuFuncSetAttribute(handle, attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
+            )
+        functions[name] = Function(
             handle,
             GEMM_THREADS if is_gemm else COPY_THREADS,
             num_smem_bytes,
             1 if is_gemm else COPY_CTAS_PER_SM,
+            is_gemm,
         )
     return functions, module
 

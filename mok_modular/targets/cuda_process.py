@@ -95,7 +95,7 @@ class ProcessWorkspace(cuda.CudaWorkspace):
         empty = [bytes(sizes["CallSet"]), bytes(sizes["Launch"])]
         maps = bytes(128 * cuda.MAX_LOCAL_RANKS * len(cuda.MATRICES))
         for function in self.functions.values():
-            arguments = [*empty, maps] if function.num_smem_bytes else empty
+            arguments = [*empty, maps] if function.has_maps else empty
             self._launch(function, arguments, torch.cuda.current_stream().cuda_stream, 1)
         torch.cuda.synchronize()
 

@@ -12,6 +12,7 @@
 #include "targets/host/worker.h"
 
 #define MOK_WIDE_KERNEL(name) MOK_KERNEL(name)
+#define MOK_COPY_KERNEL(name) MOK_KERNEL(name)
 #define MOK_KERNEL(name) void name(const Args& args, const Launch& launch, mok::host::Worker& worker)
 
 namespace mok {

@@ -52,15 +52,6 @@ struct Maps {
   TensorMap maps[kMaxLocalRanks][kNumMatrices];
 };
 
-// A position in a ring of mbarriers.
-template <int kSlots>
-struct Position {
-  uint32 slot = 0, phase = 0;
-  MOK_DEVICE void advance() {
-    if (++slot == kSlots) slot = 0, phase ^= 1;
-  }
-};
-
 // The next task, by one thread, or by a warp whose first lane frees the slot.
 template <bool kIsWarp>
 MOK_DEVICE MessageState read_message(Shared& shared, Position<kTaskSlots>& slot, Stage stage, Task* task,
