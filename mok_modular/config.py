@@ -25,7 +25,7 @@ class MoKConfig:
     minibatch_size: rows of a work window and of a ring slot; a multiple of the row block.
     macrobatch_size: rows of the ring, a multiple of minibatch_size (equal allowed). The ring is never larger
         than the worst case needs.
-    fwd_num_comm_sms: processors kept for communication in forward; None lets the target choose.
+    fwd_num_comm_sms, bwd_num_comm_sms: processors kept for communication; None lets the target choose.
     schedule_capacity_multiplier: rows that a rank can receive, as a multiple of its share under even routing;
         None is the worst case, which cannot overflow.
     all_gather_top_experts_chunk_bytes: accepted for call compatibility, unused.
@@ -48,6 +48,7 @@ class MoKConfig:
     minibatch_size: int = 4096
     macrobatch_size: int = 131072
     fwd_num_comm_sms: int | None = None
+    bwd_num_comm_sms: int | None = None
     schedule_capacity_multiplier: float | None = None
     all_gather_top_experts_chunk_bytes: int = 2048
     dispatch: str = "pull"
@@ -68,8 +69,9 @@ class MoKConfig:
         _check_choice("signal_grain", self.signal_grain, ("row_block", "minibatch"))
         _check_choice("ring", self.ring, ("interleaved", "serial"))
         self._check_sizes()
-        if self.fwd_num_comm_sms is not None:
-            _check_int("fwd_num_comm_sms", self.fwd_num_comm_sms, minimum=1)
+        for name in ("fwd_num_comm_sms", "bwd_num_comm_sms"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), minimum=1)
         if self.schedule_capacity_multiplier is not None:
             _check_number("schedule_capacity_multiplier", self.schedule_capacity_multiplier)
             if self.schedule_capacity_multiplier <= 0:

@@ -10,6 +10,18 @@
 
 namespace mok {
 
+// The sources of a copy task's rows have published their input.
+template <class Worker>
+MOK_DEVICE bool wait_row_sources(const Call& call, const Task& task, Signals<Worker>& signals) {
+  SeenRanks& seen = signals.seen_inputs();
+  if (seen.count() == call.shape.num_ranks) return true;
+  const int32 first = task.part * kCopyRows, num_rows = num_valid_rows(call, task.block, first, kCopyRows);
+  const int32* src_rank = call.schedule.peer_rank + int64{task.block} * call.shape.row_block() + first;
+  for (int32 i = 0; i < num_rows; ++i)
+    if (!signals.wait_rank_once(Edge::input_ready, src_rank[i], seen)) return false;
+  return true;
+}
+
 struct DispatchPull {
   static constexpr Stage kStage = Stage::dispatch;
   static constexpr bool kIsCopyOnly = true;
@@ -17,14 +29,7 @@ struct DispatchPull {
   template <class Worker>
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
     const Call& call = args.call;
-    if (!wait_slot_free(call, task.block, signals)) return false;
-    SeenRanks& seen = signals.seen_inputs();
-    if (seen.count() == call.shape.num_ranks) return true;
-    const int64 first = first_row(call, task);
-    const int32 num_rows = num_valid_rows(call, task.block, task.part * kCopyRows, kCopyRows);
-    for (int32 i = 0; i < num_rows; ++i)
-      if (!signals.wait_rank_once(Edge::input_ready, call.schedule.peer_rank[first + i], seen)) return false;
-    return true;
+    return wait_slot_free(call, task.block, signals) && wait_row_sources(call, task, signals);
   }
 
   template <class Worker>
@@ -54,21 +59,6 @@ struct DispatchPull {
  private:
   MOK_DEVICE static int64 first_row(const Call& call, const Task& task) {
     return int64{task.block} * call.shape.row_block() + task.part * kCopyRows;
-  }
-  template <class Worker>
-  MOK_DEVICE static bool wait_slot_free(const Call& call, int32 block, Signals<Worker>& signals) {
-    const Shape& s = call.shape;
-    const int32 macrobatch = block_macrobatch(s, block), own_slot = block_slot(s, block);
-    // Serial ring: the whole ring must be free, not just this slot.
-    const int32 begin = s.is_serial_ring ? 0 : own_slot;
-    const int32 end = s.is_serial_ring ? s.slots_per_ring() : own_slot + 1;
-    for (int32 slot = begin; slot < end; ++slot) {
-      const int32 before = slot_predecessor(call, macrobatch, slot);
-      if (before < 0) continue;
-      const Word frees = static_cast<Word>(slot_num_blocks(call, before, slot)) * arrivals(Edge::slot_free, call);
-      if (!signals.wait_local(Edge::slot_free, slot_index(s, before, slot), frees)) return false;
-    }
-    return true;
   }
 };
 

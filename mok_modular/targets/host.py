@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mok_modular.config import DEFAULT_ROW_BLOCK, MoKConfig
 from mok_modular.errors import MoKDeadlockError, MoKPeerError, MoKTimeoutError
-from mok_modular.plan import STAGES, Launch, Plan
+from mok_modular.plan import WINDOWED_STAGES, Launch, Plan, group_mask
 
 if TYPE_CHECKING:
     from mok_modular.group import LocalGroup
@@ -26,16 +26,23 @@ WRITERS = {
     "topk_ready": ("schedule",),
     "input_ready": ("publish",),
     "entered": ("publish", "schedule"),
-    "done": ("combine", "down", "publish", "reduce"),
+    "done": ("combine", "down", "publish", "reduce", "reverse_dispatch", "gate_up_dgrad"),
     "x_ready": ("dispatch",),
     "x_arrived": ("dispatch",),
     "gate_up_ready": ("gate_up",),
     "hidden_ready": ("swiglu", "gate_up"),
     "y_ready": ("down",),
     "y_arrived": ("down",),
-    "slot_free": ("combine", "down"),
+    "slot_free": ("combine", "down", "reverse_dispatch", "gate_up_dgrad", "wgrad"),
     "shared_hidden_ready": ("shared_gate_up",),
-    "shared_ready": ("shared_down",),
+    "shared_ready": ("shared_down", "shared_gate_up_dgrad"),
+    "d_y_ready": ("reverse_combine",),
+    "d_hidden_ready": ("down_dgrad",),
+    "d_gate_up_ready": ("swiglu_backward", "down_dgrad"),
+    "d_x_ready": ("gate_up_dgrad",),
+    "segment_ready": ("swiglu_backward", "down_dgrad"),
+    "carry_done": ("wgrad",),
+    "shared_d_gate_up_ready": ("shared_down_dgrad",),
     "published": ("publish",),
 }
 """Which stages publish an edge."""
@@ -44,14 +51,13 @@ TASK_ORDER = (
     "publish",
     "shared_gate_up",
     "shared_down",
-    "dispatch",
-    "gate_up",
-    "swiglu",
-    "down",
-    "combine",
+    "shared_down_dgrad",
+    "shared_gate_up_dgrad",
+    "shared_wgrad",
+    *WINDOWED_STAGES,
     "reduce",
 )
-"""The stages of a forward in the order of a rank's tasks."""
+"""The stages in the order of a rank's tasks; a call has those of its pass."""
 
 _SCHEDULE_ORDER = ("topk_ready", "ids_counted", "laid_out")
 _START_EDGES = ("entered", "topk_ready", "input_ready")  # what only a late rank can delay
@@ -72,7 +78,7 @@ def extension() -> Any:
 class Call:
     """One rank's part of a collective call, with pointers taken from `schedule` and `tensors`."""
 
-    kind: str  # "schedule" or "forward"
+    kind: str  # "schedule", or the name of a function of mok_modular.functional
     plan: Plan
     num_tokens: int
     num_local_experts: int
@@ -85,6 +91,11 @@ class Call:
     swiglu_limit: float | None = None
     config: MoKConfig = field(default_factory=MoKConfig)
     stream: torch.cuda.Stream | None = None  # the rank's current one, on a GPU
+
+    @property
+    def is_backward(self) -> bool:
+        """A backward, or one half of it: macrobatches ascend."""
+        return self.kind.startswith("backward")
 
     def fingerprint(self) -> int:
         """16 bits over `agree`, for the words that ranks exchange."""
@@ -108,6 +119,7 @@ class SharedWorkspace:
         self.failure: Exception | None = None
         self.lost_signals: list[tuple[str, int, int, int]] = []  # edge, rank, destination rank or -1, index or -1
         self.num_switches = 0
+        self.has_backward = False  # from the first backward on: room for it
         group.on_interrupt(self)
         self.native.reserve(self.shape(num_local_experts=1, capacity_rows=self.row_block, intermediate_size=64))
 
@@ -155,6 +167,7 @@ class SharedWorkspace:
         shape.is_pull_combine = config.combine == "pull"
         shape.is_minibatch_grain = config.signal_grain == "minibatch"
         shape.is_serial_ring = config.ring == "serial"
+        shape.has_backward = self.has_backward
         return shape
 
     def region(self, rank: int, name: str, dtype: torch.dtype) -> Tensor:
@@ -198,6 +211,7 @@ class SharedWorkspace:
         if self.failure is not None:
             text = f"an earlier call on this workspace failed; call workspace.reset() on every rank ({self.failure})"
             return [RuntimeError(text.splitlines()[0]) for _ in calls]
+        self.has_backward |= any(call.is_backward for call in calls)
         shapes = [
             self.shape(call.num_local_experts, call.capacity_rows, call.intermediate_size, call.shared_size)
             for call in calls
@@ -227,7 +241,7 @@ class SharedWorkspace:
             raise
         self.num_switches += result["num_switches"]
         for rank, rows in enumerate(result["stats"]):
-            self._add_stats(rank, rows)
+            self._add_stats(rank, rows, "backward" if calls[rank].is_backward else "forward")
         if result["reason"] == "ok":
             return [None] * len(calls)
         errors = self._errors(result, calls)
@@ -235,24 +249,24 @@ class SharedWorkspace:
         return list(errors)
 
     def _program(self, rank: int, call: Call, shape: Any) -> Any:
+        in_order = launches(call, shape)
         program = extension().Program(
             call.kind,
             shape,
             rank,
             call.num_tokens,
             call.fingerprint(),
-            list(call.plan.group_masks),
+            [group_mask(launch.stages) for launch in in_order],
             {name: tensor.data_ptr() for name, tensor in call.schedule.items() if tensor.numel()},
             {name: tensor.data_ptr() for name, tensor in call.tensors.items() if tensor.numel()},
             call.swiglu_limit,
         )
-        in_order = launches(call, shape)
-        last_group = max((i for i, launch in enumerate(in_order) if _group_mask(launch)), default=-1)
+        last_group = last_remote_launch(in_order)
         for i, launch in enumerate(in_order):
             num_workers, num_comm_workers = self._num_workers(call, launch)
             program.add_launch(
                 launch.kernel,
-                _group_mask(launch),
+                group_mask(launch.stages),
                 launch.stages[0],
                 -1 if launch.generation is None else launch.generation,
                 "publish" in launch.stages and len(launch.stages) > 1,
@@ -268,19 +282,23 @@ class SharedWorkspace:
         """Workers of a kernel: (compute, communication). Roles part only where a kernel holds both kinds of
         tasks; a single worker draws both from one sequence."""
         is_pulling = self.config.combine == "pull"
-        has_comm = "dispatch" in launch.stages or ("combine" in launch.stages and is_pulling)
-        has_compute = any(stage in launch.stages for stage in ("gate_up", "swiglu", "down"))
-        num_comm_workers = call.config.fwd_num_comm_sms
+        has_comm = (
+            "dispatch" in launch.stages
+            or "reverse_combine" in launch.stages
+            or ("combine" in launch.stages and is_pulling)
+        )
+        has_compute = any(stage in launch.stages for stage in ("gate_up", "swiglu", "down", "down_dgrad"))
+        num_comm_workers = call.config.bwd_num_comm_sms if call.is_backward else call.config.fwd_num_comm_sms
         if num_comm_workers is None:
             num_comm_workers = self.group.num_workers // 2
         if not (has_comm and has_compute):
             num_comm_workers = 0
         return self.group.num_workers, num_comm_workers
 
-    def _add_stats(self, rank: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def _add_stats(self, rank: int, rows: Sequence[Mapping[str, Any]], direction: str) -> None:
         for row in rows:
-            key = (row["name"], "forward", row["kernel"])
-            total = self.stats[rank].setdefault(key, {"name": row["name"], "pass": "forward", "kernel": row["kernel"]})
+            key = (row["name"], direction, row["kernel"])
+            total = self.stats[rank].setdefault(key, {"name": row["name"], "pass": direction, "kernel": row["kernel"]})
             for name in ("num_rows", "num_bytes", "flops", "busy_s", "wait_s"):
                 total[name] = total.get(name, 0) + row[name]
 
@@ -296,17 +314,35 @@ class SharedWorkspace:
         ring_blocks = max(1, min(self.config.macrobatch_size, calls[0].capacity_rows) // self.row_block)
         what = "no worker of any rank can go on"
         if reason == "timeout":
-            wait = find_culprit(waits, ring_blocks)
+            wait = find_culprit(waits, ring_blocks, calls[0].is_backward)
             name = "start_timeout_s" if wait and wait["edge"] in _START_EDGES else "timeout_s"
             what = f"a wait lasted longer than {name}={getattr(calls[0].config, name):g} s"
-        return [kind(f"{call.kind}: {what}; {culprit(waits, ring_blocks)}", waits) for call in calls]
+        return [kind(f"{call.kind}: {what}; {culprit(waits, ring_blocks, call.is_backward)}", waits) for call in calls]
 
 
 def launches(call: Call, shape: Any) -> list[Launch]:
     """The kernel launches of a call on every rank, in order."""
     if call.kind == "schedule":
         return [Launch("schedule", ("schedule",), None, "comm")]
-    return call.plan.launches(shape.max_generations, call.shared_size > 0)
+    has_shared = call.shared_size > 0
+    if call.kind == "recompute_forward_context":
+        return call.plan.recompute_launches(has_shared)
+    if call.is_backward:
+        return call.plan.backward_launches(
+            shape.max_generations,
+            has_shared,
+            has_dgrad=call.kind != "backward_wgrad",
+            has_wgrad=call.kind != "backward_dgrad",
+        )
+    return call.plan.launches(shape.max_generations, has_shared)
+
+
+def last_remote_launch(in_order: Sequence[Launch]) -> int:
+    """The launch behind which a rank has no remote access left; -1 if none works through the ring."""
+    remote = ("dispatch", "combine", "reverse_combine", "reverse_dispatch")
+    windowed = [i for i, launch in enumerate(in_order) if group_mask(launch.stages)]
+    reaching = [i for i in windowed if any(stage in in_order[i].stages for stage in remote)]
+    return max(reaching or windowed, default=-1)
 
 
 def _is_mismatch_hidden(calls: Sequence[Call]) -> bool:
@@ -315,11 +351,9 @@ def _is_mismatch_hidden(calls: Sequence[Call]) -> bool:
     return any(call.agree != first.setdefault((call.kind, call.fingerprint()), call).agree for call in calls)
 
 
-def _group_mask(launch: Launch) -> int:
-    return sum(1 << STAGES.index(stage) for stage in launch.stages if stage in STAGES)
-
-
-def find_culprit(waits: Sequence[Mapping[str, Any]], ring_blocks: int = 1 << 30) -> Mapping[str, Any] | None:
+def find_culprit(
+    waits: Sequence[Mapping[str, Any]], ring_blocks: int = 1 << 30, is_backward: bool = False
+) -> Mapping[str, Any] | None:
     """The wait that nobody is on the way to end; the others follow from it. None if there are no waits.
 
     A task waits only for tasks before it in its rank's order (by generations of `ring_blocks` row blocks, then by
@@ -330,8 +364,10 @@ def find_culprit(waits: Sequence[Mapping[str, Any]], ring_blocks: int = 1 << 30)
     def place(wait: Mapping[str, Any]) -> tuple[float, int]:
         if wait["stage"] == "schedule":
             return 0, _SCHEDULE_ORDER.index(wait["edge"])
-        generation: float = -(wait["block"] // ring_blocks)  # macrobatches descend
-        if wait["stage"] not in STAGES:
+        generation: float = wait["block"] // ring_blocks  # macrobatches ascend in a backward, else descend
+        if not is_backward:
+            generation = -generation
+        if wait["stage"] not in WINDOWED_STAGES:
             generation = math.inf if wait["stage"] == "reduce" else -math.inf
         return generation, TASK_ORDER.index(wait["stage"])
 
@@ -344,7 +380,9 @@ def find_culprit(waits: Sequence[Mapping[str, Any]], ring_blocks: int = 1 << 30)
             return not any(other["rank"] == wait["rank"] and place(other) < place(wait) for other in waits)
         if wait["stage"] == "schedule":
             return True
-        last_writer = {"done": "combine", "entered": "publish"}.get(wait["edge"], WRITERS[wait["edge"]][-1])
+        last_writer = {"done": "wgrad" if is_backward else "combine", "entered": "publish"}.get(
+            wait["edge"], WRITERS[wait["edge"]][-1]
+        )
         num_before = TASK_ORDER.index(last_writer) + 1
         return not any(
             other["rank"] == wait["peer"] and other is not wait and other["stage"] in TASK_ORDER[:num_before]
@@ -354,9 +392,9 @@ def find_culprit(waits: Sequence[Mapping[str, Any]], ring_blocks: int = 1 << 30)
     return next((wait for wait in waits if is_root(wait)), waits[0] if waits else None)
 
 
-def culprit(waits: Sequence[Mapping[str, Any]], ring_blocks: int = 1 << 30) -> str:
+def culprit(waits: Sequence[Mapping[str, Any]], ring_blocks: int = 1 << 30, is_backward: bool = False) -> str:
     """`find_culprit` in words."""
-    wait = find_culprit(waits, ring_blocks)
+    wait = find_culprit(waits, ring_blocks, is_backward)
     if wait is None:
         return "no wait is on record"
     at = wait["peer"] if wait["peer"] >= 0 else wait["rank"]

@@ -18,6 +18,7 @@ def test_defaults() -> None:
         "minibatch_size": 4096,
         "macrobatch_size": 131072,
         "fwd_num_comm_sms": None,
+        "bwd_num_comm_sms": None,
         "schedule_capacity_multiplier": None,
         "all_gather_top_experts_chunk_bytes": 2048,
         "dispatch": "pull",
@@ -120,7 +121,7 @@ def test_wrong_types_are_named(name: str, value: Any) -> None:
     assert type(value).__name__ in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["wire", "stages", "trace", "bwd_num_comm_sms", "allow_shared_gpu"])
+@pytest.mark.parametrize("name", ["wire", "stages", "trace"])
 def test_no_option_before_its_feature(name: str) -> None:
     with pytest.raises(TypeError, match=name):
         MoKConfig(**{name: None})

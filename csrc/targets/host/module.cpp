@@ -68,6 +68,24 @@ Tensors make_tensors(const Pointers& p) {
   t.context_up = take<bf16>(p, "context_up");
   t.context_shared_gate = take<bf16>(p, "context_shared_gate");
   t.context_shared_up = take<bf16>(p, "context_shared_up");
+  t.d_output = take<bf16>(p, "d_output");
+  t.d_router = take<float>(p, "d_router");
+  t.d_weights.mode = p.contains("gradients_fp32")   ? GradientMode::add_fp32
+                     : p.contains("gradients_bf16") ? GradientMode::add_bf16
+                                                    : GradientMode::store;
+  t.d_weights.routed_gate = take<void>(p, "d_routed_gate");
+  t.d_weights.routed_up = take<void>(p, "d_routed_up");
+  t.d_weights.routed_down = take<void>(p, "d_routed_down");
+  t.d_weights.shared_gate = take<void>(p, "d_shared_gate");
+  t.d_weights.shared_up = take<void>(p, "d_shared_up");
+  t.d_weights.shared_down = take<void>(p, "d_shared_down");
+  t.saved_d_y = take<bf16>(p, "saved_d_y");
+  t.saved_hidden = take<bf16>(p, "saved_hidden");
+  t.saved_d_gate = take<bf16>(p, "saved_d_gate");
+  t.saved_d_up = take<bf16>(p, "saved_d_up");
+  t.saved_shared_hidden = take<bf16>(p, "saved_shared_hidden");
+  t.saved_shared_d_gate = take<bf16>(p, "saved_shared_d_gate");
+  t.saved_shared_d_up = take<bf16>(p, "saved_shared_d_up");
   return t;
 }
 
@@ -121,6 +139,14 @@ Stage stage_by_name(const std::string& name) {
   for (int i = 0; i < kNumStages; ++i)
     if (name == stage_name(static_cast<Stage>(i))) return static_cast<Stage>(i);
   throw nb::value_error(("no stage has the name '" + name + "'").c_str());
+}
+
+CallKind call_kind_by_name(const std::string& name) {
+  if (name == "schedule") return CallKind::schedule;
+  for (const CallKind kind :
+       {CallKind::forward, CallKind::recompute, CallKind::backward, CallKind::backward_dgrad, CallKind::backward_wgrad})
+    if (name == call_kind_name(kind)) return kind;
+  throw nb::value_error(("no call has the name '" + name + "'").c_str());
 }
 
 nb::dict run(Workspace& workspace, std::vector<RankProgram*> programs, const std::string& order,
@@ -186,6 +212,7 @@ void bind_shape(nb::module_& m) {
       .def_rw("is_pull_combine", &Shape::is_pull_combine)
       .def_rw("is_minibatch_grain", &Shape::is_minibatch_grain)
       .def_rw("is_serial_ring", &Shape::is_serial_ring)
+      .def_rw("has_backward", &Shape::has_backward)
       .def_prop_ro("max_generations", &Shape::max_generations)
       .def_prop_ro("max_windows", &Shape::max_windows)
       .def("region_bytes", [](const Shape& s) {
@@ -205,14 +232,14 @@ void bind_program(nb::module_& m) {
              const Pointers& tensors, nb::object swiglu_limit) {
             new (self) RankProgram();
             Call& call = self->call;
-            call.kind = kind == "schedule" ? CallKind::schedule : CallKind::forward;
+            call.kind = call_kind_by_name(kind);
             call.shape = shape;
             call.place_counters();
             call.rank = rank;
             call.num_tokens = num_tokens;
             call.fingerprint = fingerprint;
             for (const unsigned group : groups)
-              for (int i = 0; i < kNumFusible; ++i)
+              for (int i = 0; i < kNumWindowed; ++i)
                 if (group >> i & 1u) call.groups[i] = group;
             call.schedule = make_schedule(schedule);
             call.tensors = make_tensors(tensors);
@@ -252,9 +279,9 @@ void gemm(std::uintptr_t a, std::uintptr_t b, std::uintptr_t out, int num_rows, 
   for (int first = 0; first < num_cols; first += kDownCols) {
     const int cols = min_of(kDownCols, num_cols - first);
     std::fill(scratch.accumulators.begin(), scratch.accumulators.end(), 0.0f);
-    const bf16* bs[2] = {reinterpret_cast<const bf16*>(b) + first * k, nullptr};
-    multiply(num_rows, cols, 1, kDownCols, k, reinterpret_cast<const bf16*>(a), bs, scratch.accumulators.data(),
-             scratch.a_panel, scratch.b_panel);
+    const MatrixView bs[2] = {{reinterpret_cast<const bf16*>(b) + first * k, k, false}, {}};
+    multiply(num_rows, cols, 1, kDownCols, k, {reinterpret_cast<const bf16*>(a), k, false}, bs,
+             scratch.accumulators.data(), scratch.a_panel, scratch.b_panel);
     for (int row = 0; row < num_rows; ++row)
       for (int col = 0; col < cols; ++col)
         reinterpret_cast<bf16*>(out)[int64{row} * num_cols + first + col] =
@@ -266,6 +293,7 @@ std::vector<std::tuple<int, int, int, int, int>> ring_table(const Shape& shape, 
   std::vector<int32> counts(kNumCounts, 0), table(static_cast<std::size_t>(num_rows / shape.row_block()) * 5);
   counts[kCountRows] = num_rows;
   Call call;
+  call.kind = CallKind::forward;
   call.shape = shape;
   call.schedule.counts = counts.data();
   std::vector<std::tuple<int, int, int, int, int>> out;
