@@ -20,13 +20,13 @@ from mok_modular.config import MoKConfig
 from mok_modular.errors import MoKPeerError, MoKTimeoutError
 from mok_modular.targets import host
 from mok_modular.targets.cuda_device import (
-    ENTRIES,
     Function,
     check,
     check_plan,
     driver,
     encode_map,
     get_device,
+    kernel_of,
 )
 
 MAX_LOCAL_RANKS = 8
@@ -229,18 +229,23 @@ class CudaWorkspace(host.SharedWorkspace):
         side = self._side_stream(config, calls[0].kind)
         if side is not None:
             side.wait_stream(main)
+        num_comm_ctas = config.fwd_num_comm_sms or 0
         for i, launch in enumerate(host.launches(calls[0], shape)):
             is_last = launch.kernel == "reduce"
             if side is not None and is_last:
                 main.wait_stream(side)
             stream = side if side is not None and launch.stream == "comm" else main
-            function = self.functions[ENTRIES[launch.stages]]
-            arguments = [call_set, host.extension().pack_launch(programs[0], i)]
+            function = self._function(launch.stages)
+            arguments = [call_set, host.extension().pack_launch(programs[0], i, num_comm_ctas)]
             if function.has_maps:
                 arguments.append(maps)
             with self._timer(launch.kernel, stream):
                 num_sms = self._num_sms(config, launch.stream if side is not None and not is_last else None)
                 self._launch(function, arguments, stream.cuda_stream, num_sms)
+
+    def _function(self, stages: tuple[str, ...]) -> Function:
+        kernel = kernel_of(stages, self.config.combine == "pull")
+        return self.functions[kernel] if isinstance(kernel, str) else self.device.persistent(kernel)
 
     def _pack_calls(self, programs: Sequence[Any], timeout_s: float, start_timeout_s: float) -> bytes:
         names = host.extension().region_names()
@@ -256,7 +261,7 @@ class CudaWorkspace(host.SharedWorkspace):
         return packed
 
     def _side_stream(self, config: MoKConfig, kind: str) -> torch.cuda.Stream | None:
-        if config.fwd_num_comm_sms is None or kind != "forward":
+        if config.fwd_num_comm_sms is None or kind != "forward" or config.plan.is_fused:
             return None
         if self._side is None:
             self._side = torch.cuda.Stream(self.torch_device)

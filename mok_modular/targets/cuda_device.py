@@ -11,6 +11,7 @@ import torch
 
 from mok_modular import nvrtc
 from mok_modular.config import MoKConfig
+from mok_modular.plan import group_mask
 
 ARCH = "sm_90a"
 DEFINE = "MOK_TARGET_SM90"
@@ -18,7 +19,7 @@ COPY_THREADS, COPY_CTAS_PER_SM = 256, 3  # kThreads and kCtasPerSm of csrc/targe
 COPY_RING_BYTES = 65792
 """Dynamic shared memory of a CTA that copies rows: sizeof(CopyRing) of csrc/targets/cuda/worker.h, asserted there."""
 GEMM_THREADS = 384
-GEMM_SMEM_BYTES = 217088
+GEMM_SMEM_BYTES = 229376
 """Dynamic shared memory of a GEMM CTA: at least sizeof(Shared) of csrc/targets/sm90/shared.h."""
 
 COPYING = frozenset({"publish", "dispatch", "combine"})
@@ -43,14 +44,24 @@ ENTRIES: dict[tuple[str, ...], str] = {
 """The kernel that runs a group of stages: in gate_up+swiglu and down+combine the second lives in the epilogue."""
 
 
+def persistent_kernel(mask: int) -> nvrtc.Kernel:
+    """The kernel that holds the stages of a group mask, compiled when a plan asks for it."""
+    defines = (f"MOK_GEMM_SMEM_BYTES={GEMM_SMEM_BYTES}", f"MOK_GROUP_MASK={mask}")
+    return nvrtc.Kernel("fused/persistent.cu", ("mok_persistent",), defines)
+
+
+def kernel_of(stages: tuple[str, ...], is_pull_combine: bool = False) -> str | int:
+    """What runs the stages of a launch: the name of an entry of a split kernel, or the group mask of a persistent one.
+
+    A combine that pulls has tasks of its own, which the kernel of `down` does not know.
+    """
+    if stages in ENTRIES and not (is_pull_combine and len(stages) > 1 and "combine" in stages):
+        return ENTRIES[stages]
+    return group_mask(stages)
+
+
 def check_plan(config: MoKConfig) -> None:
-    """Raises ValueError for a plan with a group of stages that has no kernel on this target."""
-    for group in config.plan.groups:
-        if group not in ENTRIES or (group == ("down", "combine") and config.combine == "pull"):
-            raise ValueError(
-                f"mode {str(config.plan)!r}: {'+'.join(group)} with combine={config.combine!r} has no kernel on {ARCH} "
-                "in this version; available are the plans that fuse no more than gate_up+swiglu and down+combine"
-            )
+    """Raises ValueError for what this target does not have."""
     if config.row_block not in (None, 128):
         raise ValueError(f"row_block must be 128 on {ARCH}, got {config.row_block}")
 
@@ -83,6 +94,16 @@ class Device:
             torch.cuda.current_stream()
             torch.zeros(1, device=f"cuda:{index}")  # the primary context exists from here on
             self.functions = self._load()
+        self._persistent: dict[int, Function] = {}
+
+    def persistent(self, mask: int) -> Function:
+        """The loaded kernel of a group mask, compiled now if it is the first time."""
+        if mask not in self._persistent:
+            kernel = persistent_kernel(mask)
+            with torch.cuda.device(self.index):
+                cubin = nvrtc.compile_kernel(ARCH, kernel, DEFINE)
+                self._persistent[mask] = load_kernel(kernel, cubin)[0]["persistent"]
+        return self._persistent[mask]
 
     def _load(self) -> dict[str, Function]:
         functions: dict[str, Function] = {}
@@ -93,7 +114,7 @@ class Device:
 
 def load_kernel(kernel: nvrtc.Kernel, cubin: nvrtc.Cubin) -> tuple[dict[str, Function], Any]:
     """Loads compiled code into the current context: its functions by name, and the CUmodule."""
-    is_gemm = kernel is GEMM_KERNEL
+    is_gemm = any(define.startswith("MOK_GEMM_SMEM_BYTES") for define in kernel.defines)
     functions = {}
     module = check(driver().cuModuleLoadData(cubin.data))
     attributes = driver().CUfunction_attribute

@@ -16,11 +16,20 @@
 #pragma once
 
 #include "targets/sm90/shared.h"
+#include "targets/sm90/stage_set.h"
 #include "targets/sm90/wgmma.h"
 
 namespace mok::sm90 {
 
-template <class S>
+// The 256 threads of both groups, for element stages.
+struct ElementWorker {
+  template <class Index, class F>
+  MOK_DEVICE void for_each(Index count, F&& f) const {
+    for (Index i = static_cast<Index>(threadIdx.x) - 128; i < count; i += 256) f(i);
+  }
+};
+
+template <class Stages>
 class Consumer {
  public:
   MOK_DEVICE Consumer(Shared& shared, uint32 group)
@@ -29,7 +38,8 @@ class Consumer {
   }
 
   // All tiles of one call.
-  MOK_DEVICE void run(const Call& call) {
+  MOK_DEVICE void run(const Args& args) {
+    const Call& call = args.call;
     Task task;
     GemmTile tile;
     MessageState state = kNoMoreTasks;
@@ -37,7 +47,7 @@ class Consumer {
     for (;;) {
       // Whoever sends the next task may be waiting for rows that are not stored. (A task that is there has all it needs.)
       if (!has_task && (!is_pending_ || is_message_there())) {
-        state = read_message<true>(shared_, slot_, S::kStage, &task, &tile);
+        state = read_message<true>(shared_, slot_, &task, &tile);
         has_task = true;
       }
       const bool is_end = has_task && state == kNoMoreTasks;
@@ -45,7 +55,13 @@ class Consumer {
       const int32 num_blocks = tile.num_k / kBlockK;
       const bool is_padding = task.num_rows <= static_cast<int32>(group_) * 64;
       // Stores without products in front of them: one place for both, since their code is long.
-      const bool is_flush = is_pending_ && (!has_task || is_end || is_padding || num_blocks < kSteps);
+      const bool is_element = has_task && Stages::is_swiglu(task.stage);
+      const bool is_flush = is_pending_ && (!has_task || is_end || is_element || is_padding || num_blocks < kSteps);
+      if (is_element && !is_flush) {
+        run_element(args, task, state);
+        has_task = false;
+        continue;
+      }
       if (is_flush || !is_padding) multiply(call, is_flush ? 0 : num_blocks);
       if (is_flush) {
         wgmma_wait<0>();  // none is pending; ptxas would put one here (C7517)
@@ -59,7 +75,7 @@ class Consumer {
       choose_planes(call, state);
       place_rows(call, first_plane());
       has_task = !is_padding && is_message_there();
-      if (has_task) state = read_message<true>(shared_, slot_, S::kStage, &task, &tile);
+      if (has_task) state = read_message<true>(shared_, slot_, &task, &tile);
       finish(is_padding);
       if (stored_task_.num_rows < kTileRows) clear_padding();
       is_pending_ = true;
@@ -67,9 +83,12 @@ class Consumer {
   }
 
  private:
-  static constexpr int32 kStepsOfPlane = S::kTileCols / 32;
-  static constexpr int32 kSteps = kStepsOfPlane * S::kMaxPlanes;
-  static constexpr int32 kUpWords = S::kNumAccumulators == 2 ? 32 : 0;  // up stands behind gate
+  // Of all planes of a tile. Two products of a kernel may differ in their planes, so steps belong to one kind or the other.
+  template <class S>
+  static constexpr int32 kStepsOf = S::kTileCols / 32 * S::kMaxPlanes;
+  static constexpr int32 kGateUpSteps = Stages::kHasGateUp ? kStepsOf<GateUp> : 0;
+  static constexpr int32 kDownSteps = Stages::kHasDown ? kStepsOf<Down> : 0;
+  static constexpr int32 kSteps = kGateUpSteps > kDownSteps ? kGateUpSteps : kDownSteps;
   static constexpr uint32 kTurn = 1;  // named barriers kTurn and kTurn + 1: whose turn it is to issue products
 
   MOK_DEVICE void take_turn() const { named_sync(kTurn + group_, 256); }
@@ -146,18 +165,25 @@ class Consumer {
 
   // Bit i: plane_at(i) is stored.
   MOK_DEVICE void choose_planes(const Call& call, MessageState state) {
-    const PlaneList list = state == kReady ? S::planes(call, stored_task_) : PlaneList{};
     planes_ = 0;
-    MOK_UNROLL
-    for (int32 i = 0; i < S::kMaxPlanes; ++i) planes_ |= static_cast<uint32>(list.has(S::plane_at(i))) << i;
+    Stages::visit(stored_task_.stage, [&](auto s) {
+      using S = decltype(s);
+      const PlaneList list = state == kReady ? S::planes(call, stored_task_) : PlaneList{};
+      is_gate_up_stored_ = S::kIsGateUp;
+      MOK_UNROLL
+      for (int32 i = 0; i < S::kMaxPlanes; ++i) planes_ |= static_cast<uint32>(list.has(S::plane_at(i))) << i;
+    });
   }
   // Lane i of the first half places row i.
   MOK_DEVICE void place_rows(const Call& call, int32 idx) {
     const int32 lane = static_cast<int32>(lane_idx());
     if (idx >= 0 && lane < 16) {
-      bf16* rows = S::plane_rows(call, stored_task_, S::plane_at(idx));
-      bf16* row = S::row_address(call, stored_task_, rows, first_row() + lane);
-      shared_.rows[group_ * 4 + warp_][lane] = row ? row + stored_task_.part * S::kTileCols : nullptr;
+      Stages::visit(stored_task_.stage, [&](auto s) {
+        using S = decltype(s);
+        bf16* rows = S::plane_rows(call, stored_task_, S::plane_at(idx));
+        bf16* row = S::row_address(call, stored_task_, rows, first_row() + lane);
+        shared_.rows[group_ * 4 + warp_][lane] = row ? row + stored_task_.part * S::kTileCols : nullptr;
+      });
     }
     __syncwarp();
   }
@@ -173,15 +199,26 @@ class Consumer {
   }
   // 32 columns of one plane into shared memory; every second step sends 64 columns of this warp's 16 rows on their way.
   MOK_DEVICE void store_step(const Call& call, int32 step) {
+    if (Stages::kHasGateUp && (!Stages::kHasDown || is_gate_up_stored_)) {
+      if (step < kGateUpSteps) store_step_of<GateUp>(call, step);
+    } else if (Stages::kHasDown && step < kDownSteps) {
+      store_step_of<Down>(call, step);
+    }
+  }
+  template <class S>
+  MOK_DEVICE void store_step_of(const Call& call, int32 step) {
+    constexpr int32 kStepsOfPlane = S::kTileCols / 32;
     const int32 idx = step / kStepsOfPlane, col32 = step % kStepsOfPlane * 32;
     if (planes_ >> idx & 1) {
       if (col32 == 0 && idx > 0 && idx != first_plane()) place_rows(call, idx);
-      round_columns(call, S::plane_at(idx), col32);
+      round_columns<S>(call, S::plane_at(idx), col32);
       if (col32 % 64 == 32 && col32 - 32 < stored_num_cols_) send_columns(col32 - 32);
     }
     if (col32 + 32 == S::kTileCols && planes_ >> (idx + 1) == 0) say_stored();
   }
+  template <class S>
   MOK_DEVICE void round_columns(const Call& call, Plane plane, int32 col32) {
+    constexpr int32 kUpWords = S::kNumAccumulators == 2 ? 32 : 0;  // up stands behind gate
     const uint32 lane = lane_idx();
     const uint32 write = smem_address(staging()) + lane % 8 * (kStagingPitch * sizeof(bf16)) + lane / 8 * 16;
     const int32 accumulator = S::plane_accumulator(plane);
@@ -216,6 +253,11 @@ class Consumer {
     }
     __syncwarp();
   }
+  MOK_DEVICE void run_element(const Args& args, const Task& task, MessageState state) {
+    ElementWorker worker;
+    if (state == kReady) Swiglu::tile(args, worker, task);
+    say_stored();
+  }
   // Each warp arrives after its stores (release in the CTA); the publisher's release is cumulative.
   MOK_DEVICE void say_stored() {
     __syncwarp();
@@ -238,7 +280,7 @@ class Consumer {
   Task stored_task_;
   int32 stored_num_cols_ = 0;
   uint32 planes_ = 0;
-  bool is_pending_ = false;
+  bool is_pending_ = false, is_gate_up_stored_ = false;
 };
 
 }  // namespace mok::sm90

@@ -1,13 +1,15 @@
-// The role loops of a GEMM kernel on Hopper, for any GEMM stage of stages/grouped_gemm.h.
+// The role loops of a GEMM kernel on Hopper, for one GEMM stage of stages/grouped_gemm.h or for several.
 //
 // One CTA an SM, 384 threads. Warp group 0 (40 registers): a scheduler thread draws tasks and waits for what
-// they need, a producer thread loads operands by TMA, a publisher thread says that a tile is stored. Warp groups 1 and 2
+// they need, a producer thread loads operands by TMA, a publisher thread says that a tile is stored, and where the kernel
+// holds communication too, the fourth warp does that (communicator.h). Warp groups 1 and 2
 // (232 registers) multiply (consumer.h): together they own a tile of 128 rows x 256 accumulator columns. Roles meet at
 // mbarriers only. ptxas wants no `trap` in a role (C7512).
 #pragma once
 
 #include "protocol/leave.h"
 #include "targets/cuda/worker.h"
+#include "targets/sm90/communicator.h"
 #include "targets/sm90/consumer.h"
 
 namespace mok::sm90 {
@@ -15,8 +17,10 @@ namespace mok::sm90 {
 // A single thread that waits and publishes; the Worker of Tasks and Signals here.
 class RoleWorker {
  public:
-  MOK_DEVICE explicit RoleWorker(int32 launch_idx) { waiter_.launch_idx = launch_idx; }
-  MOK_DEVICE int32 num_workers() const { return gridDim.x; }
+  MOK_DEVICE RoleWorker(int32 launch_idx, int32 num_workers) : num_workers_(num_workers) {
+    waiter_.launch_idx = launch_idx;
+  }
+  MOK_DEVICE int32 num_workers() const { return num_workers_; }
   MOK_DEVICE Word draw(Word* counter) { return atomicAdd(counter, Word{1}); }
   MOK_DEVICE void begin_task(const Task& task) { waiter_.task = task; }
   MOK_DEVICE void begin_wait(const Wait&) { waiter_.begin(); }
@@ -27,35 +31,85 @@ class RoleWorker {
   SeenRanks seen_inputs, seen_dones;
 
  private:
+  const int32 num_workers_;
   cuda::Waiter waiter_;
 };
 
-template <class S>
+// kGroup: what the kernel holds; 0 or a single stage: no communication.
+template <class Stages, Group kGroup>
 class Roles {
  public:
   MOK_DEVICE Roles(Shared& shared, const CallSet& set, const Launch& launch, const Maps& maps)
       : shared_(shared), set_(set), launch_(launch), maps_(maps) {}
 
   MOK_DEVICE void run() {
-    if (threadIdx.x == 0) init_barriers();
+    if (threadIdx.x == 0) {
+      init_barriers();
+      if (kHasComm) shared_.is_comm_cta = draw_role();
+    }
     __syncthreads();
     const uint32 group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     const uint32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (group == 0) {
       lower_registers<kProducerRegisters>();
-      if (lane_idx() == 0) {
+      const bool is_comm_cta = kHasComm && shared_.is_comm_cta;
+      if (!is_comm_cta && lane_idx() == 0) {
         if (warp == 0) produce();
         if (warp == 1) schedule();
         if (warp == 2) publish();
       }
-    } else {
+      if (kHasComm && (is_comm_cta || (warp == 3 && num_comm_ctas() == 0))) communicate(shared_.ring_of(warp));
+    } else if (!kHasComm || !shared_.is_comm_cta) {
       raise_registers<kConsumerRegisters>();
-      Consumer<S> consumer(shared_, group - 1);
-      for_each_call([&](int32, const Args& args) { consumer.run(args.call); });
+      Consumer<Stages> consumer(shared_, group - 1);
+      for_each_call([&](int32, const Args& args) { consumer.run(args); });
     }
   }
 
  private:
+  static constexpr bool kHasPrologue = kGroup == kWholeForward;
+  static constexpr bool kHasComm = holds(kGroup, Stage::dispatch) || holds(kGroup, Stage::combine);
+
+  // ---- CTAs and who leaves ----
+
+  MOK_DEVICE int32 num_comm_ctas() const {
+    return kHasComm ? min_of(launch_.num_comm_ctas, static_cast<int32>(gridDim.x) / 2) : 0;
+  }
+  // By arrival, since nobody knows which blocks are resident; in turns, so that of any two there are both kinds.
+  MOK_DEVICE bool draw_role() const {
+    if (num_comm_ctas() == 0) return false;
+    const Args args(set_.calls[0]);
+    const int64 slot = 2 * int64{args.call.shape.max_launches() - 1};
+    const int32 arrival = static_cast<int32>(atomicAdd(args.counter(Edge::tickets, slot), Word{1}));
+    return arrival % 2 == 0 && arrival / 2 < num_comm_ctas();
+  }
+  // Who leaves the kernel: publishers, and every warp that communicates.
+  MOK_DEVICE int32 num_leaving() const {
+    const int32 num_ctas = static_cast<int32>(gridDim.x), num_comm = num_comm_ctas();
+    if (num_comm == 0) return kHasComm ? 2 * num_ctas : num_ctas;
+    return num_ctas - num_comm + num_comm * kCommWarps;
+  }
+
+  // ---- communication ----
+
+  // Ranks that share this grid wait for each other's input, so all of them publish before any goes on.
+  MOK_DEVICE void communicate(CommRing& ring) {
+    CommWorker worker(ring, launch_.launch_idx, num_leaving());
+    if constexpr (kHasPrologue) {
+      for_each_call([&](int32, const Args& args) {
+        Launch launch;
+        launch.launch_idx = args.call.shape.max_launches() - 1;  // tickets of its own
+        run_communication<0>(args, launch, worker);
+      });
+    }
+    Launch launch = launch_;
+    launch.has_prologue = false;
+    for_each_call([&](int32, const Args& args) {
+      run_communication<kGroup>(args, launch, worker);
+      if (worker.is_leader()) leave_last_group(args, launch, worker);
+    });
+  }
+
   MOK_DEVICE void init_barriers() {
     for (int i = 0; i < kNumStages; ++i) {
       mbarrier_init(address(&shared_.full[i]), 1);
@@ -84,21 +138,22 @@ class Roles {
   // Measured: with the wait in the producer, its poll and fences emptied the operand ring at every tile (about 7,000 cycles).
   MOK_DEVICE void schedule() {
     Position<kTaskSlots> slot;
-    RoleWorker worker(launch_.launch_idx);
+    RoleWorker worker(launch_.launch_idx, num_leaving());
     for_each_call([&](int32, const Args& args) {
       Signals<RoleWorker> signals(args, worker);
-      Tasks tasks(args, launch_, Role::any);
+      Tasks tasks(args, launch_, kHasComm ? Role::compute : Role::any);
       bool has_task = true;
       while (has_task) {
         Task task;
         has_task = tasks.next(worker, &task);
         worker.begin_task(task);
-        const bool is_ready = has_task && S::needs(args, task, signals);
+        const bool is_ready = has_task && needs(args, task, signals);
         mbarrier_wait(address(&shared_.message_empty[slot.slot]), slot.phase ^ 1);
         Message& message = shared_.messages[slot.slot];
         message.state = !has_task ? kNoMoreTasks : is_ready ? kReady : kNotReady;
         if (has_task) {
-          const GemmTile tile = S::decode(args.call, task);
+          const GemmTile tile = decode(args.call, task);
+          message.stage = static_cast<int32>(task.stage);
           message.block = task.block;
           message.part = task.part;
           message.num_rows = tile.num_rows;
@@ -113,6 +168,19 @@ class Roles {
     });
   }
 
+  MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<RoleWorker>& signals) {
+    if (Stages::is_swiglu(task.stage)) return Swiglu::needs(args, task, signals);
+    bool is_ready = false;
+    Stages::visit(task.stage, [&](auto s) { is_ready = decltype(s)::needs(args, task, signals); });
+    return is_ready;
+  }
+  MOK_DEVICE static GemmTile decode(const Call& call, const Task& task) {
+    GemmTile tile{};
+    if (!Stages::is_swiglu(task.stage))
+      Stages::visit(task.stage, [&](auto s) { tile = decltype(s)::decode(call, task); });
+    return tile;
+  }
+
   // ---- producer: keeps the operand ring full, across tiles ----
   MOK_DEVICE void produce() {
     Position<kTaskSlots> slot;
@@ -120,12 +188,14 @@ class Roles {
     for_each_call([&](int32 index, const Args& args) {
       Task task;
       GemmTile tile;
-      while (read_message<false>(shared_, slot, S::kStage, &task, &tile) != kNoMoreTasks) {
+      while (read_message<false>(shared_, slot, &task, &tile) != kNoMoreTasks) {
+        if (Stages::is_swiglu(task.stage)) continue;
         fence_proxy_async();  // generic writes of others, acquired by the scheduler, before our TMA reads
-        load(index, args.call, task, tile, stage);
+        Stages::visit(task.stage, [&](auto s) { load<decltype(s)>(index, args.call, task, tile, stage); });
       }
     });
   }
+  template <class S>
   MOK_DEVICE void load(int32 index, const Call& call, const Task& task, const GemmTile& tile,
                        Position<kNumStages>& stage) {
     const Operands operands = S::operands(call, task, tile);
@@ -157,20 +227,25 @@ class Roles {
   MOK_DEVICE void publish() {
     Position<kTaskSlots> slot;
     Position<kTileSlots> tile_slot;
-    RoleWorker worker(launch_.launch_idx);
+    RoleWorker worker(launch_.launch_idx, num_leaving());
     for_each_call([&](int32, const Args& args) {
       Signals<RoleWorker> signals(args, worker);
       Task task;
       GemmTile tile;
       for (;;) {
-        const MessageState state = read_message<false>(shared_, slot, S::kStage, &task, &tile);
+        const MessageState state = read_message<false>(shared_, slot, &task, &tile);
         if (state == kNoMoreTasks) break;
         mbarrier_wait(address(&shared_.stored[tile_slot.slot]), tile_slot.phase);
-        if (state == kReady) S::publishes(args, task, signals);
+        if (state == kReady) publishes(args, task, signals);
         tile_slot.advance();
       }
       leave_last_group(args, launch_, worker);
     });
+  }
+
+  MOK_DEVICE static void publishes(const Args& args, const Task& task, Signals<RoleWorker>& signals) {
+    if (Stages::is_swiglu(task.stage)) return Swiglu::publishes(args, task, signals);
+    Stages::visit(task.stage, [&](auto s) { decltype(s)::publishes(args, task, signals); });
   }
 
   Shared& shared_;
@@ -180,19 +255,22 @@ class Roles {
 };
 
 // A GEMM kernel: dynamic shared memory of sizeof(Shared) + 1024, whatever the alignment of its start.
-template <class S>
+template <class Stages, Group kGroup>
 MOK_DEVICE void run_gemm_kernel(const CallSet& set, const Launch& launch, const Maps& maps) {
   extern __shared__ unsigned char raw[];
   const uint32 misalignment = smem_address(raw) % 1024;
   Shared& shared = *reinterpret_cast<Shared*>(raw + (misalignment ? 1024 - misalignment : 0));
-  Roles<S>(shared, set, launch, maps).run();
+  Roles<Stages, kGroup>(shared, set, launch, maps).run();
 }
 
 }  // namespace mok::sm90
 
-#define MOK_GEMM_KERNEL(name, S, kGroup)                                                     \
+#define MOK_SM90_KERNEL(name, Stages, kGroup)                                                \
   extern "C" __global__ void __launch_bounds__(mok::sm90::kThreads, 1)                       \
       mok_##name(const __grid_constant__ CallSet set, const __grid_constant__ Launch launch, \
                  const __grid_constant__ mok::sm90::Maps maps) {                             \
-    mok::sm90::run_gemm_kernel<S>(set, launch, maps);                                        \
+    mok::sm90::run_gemm_kernel<Stages, kGroup>(set, launch, maps);                           \
   }
+#define MOK_COMMA ,
+#define MOK_GEMM_KERNEL(name, S, kGroup) MOK_SM90_KERNEL(name, mok::sm90::StageSet<false MOK_COMMA S>, 0)
+#define MOK_PERSISTENT_KERNEL(name, kGroup) MOK_SM90_KERNEL(name, mok::sm90::StagesOfGroup<kGroup>, kGroup)
