@@ -21,7 +21,10 @@ constexpr int kPollNs = 64;
 #ifndef MOK_CHUNK
 #define MOK_CHUNK 2048
 #endif
-constexpr int kChunkBytes = MOK_CHUNK, kChunks = 8192 / MOK_CHUNK;
+#ifndef MOK_CHUNKS
+#define MOK_CHUNKS 4
+#endif
+constexpr int kChunkBytes = MOK_CHUNK, kChunks = MOK_CHUNKS;
 struct alignas(128) CopyRing {
   unsigned char chunks[kWarps][kChunks][kChunkBytes];
   uint64 full[kWarps][kChunks];
