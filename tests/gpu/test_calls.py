@@ -88,9 +88,9 @@ def test_a_workspace_is_created_before_capture() -> None:
     torch.cuda.synchronize()
     single = Single(workload)
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="make one such call before a CUDA graph is captured"):
-        with torch.cuda.graph(graph):
-            single.call()  # its ring is not there yet
+    grows = pytest.raises(RuntimeError, match="make one such call before a CUDA graph is captured")
+    with grows, torch.cuda.graph(graph):
+        single.call()  # its ring is not there yet
     single.call()
     single.workspace.check()
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from mok_modular import LocalGroup, MoKConfig, MoKTimeoutError, functional
 from mok_modular.reference import moe
 
-
 PLANS = ("split", "dispatch|gate_up+swiglu|down|combine", "dispatch|gate_up+swiglu|down+combine")
 SMALL_RING = {"minibatch_size": 256, "macrobatch_size": 512}
 SIZES = ((16, 4, 256, 384, 128, 800), (8, 2, 512, 192, 0, 400), (16, 6, 192, 640, 64, 1000))  # E, K, H, I, S, tokens
