@@ -43,16 +43,10 @@ constexpr bool holds(Group group, Stage stage) { return (group & group_bit(stage
 // ---- sizes ----------------------------------------------------------------------------------
 
 // Rows per task of the copy stages and of standalone swiglu; tokens per task of reduce. Fixed here because writers and readers of a signal must agree on them.
-#ifndef MOK_COPY_ROWS
-#define MOK_COPY_ROWS 16
-#endif
-constexpr int kCopyRows = MOK_COPY_ROWS;
+constexpr int kCopyRows = 16;
 constexpr int kPublishRows = 8;
 constexpr int kElementRows = 32;
-#ifndef MOK_REDUCE_TOKENS
-#define MOK_REDUCE_TOKENS 8
-#endif
-constexpr int kReduceTokens = MOK_REDUCE_TOKENS;
+constexpr int kReduceTokens = 8;
 // Top-k ids per task of schedule: a place task compares each id with those before it in the chunk.
 constexpr int kScheduleChunk = 256;
 // Output columns of a GEMM task, by the target's tile (accumulator columns: twice that for gate_up).
@@ -393,6 +387,8 @@ struct Launch {
   int32 generation = -1;         // counted in launch order; -1: all of them
   bool has_prologue = false;     // publish and the shared expert are tasks of this kernel
   bool is_last_group = false;    // sends done when its last worker leaves
+  // A pull dispatch that ends before anybody uses its rows: no windows, the experts in turn (protocol/tasks.h).
+  bool has_experts_in_turn = false;
 };
 
 // On one GPU one grid serves all ranks of a LocalGroup: its workers go through their calls in turn.

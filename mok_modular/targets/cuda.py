@@ -232,7 +232,9 @@ class CudaWorkspace(Launcher, host.SharedWorkspace):
                 main.wait_stream(side)
             stream = side if side is not None and launch.stream == "comm" else main
             function = self.functions[ENTRIES[launch.stages]]
-            arguments = [call_set, host.extension().pack_launch(programs[0], i)]
+            # Where nothing runs beside it, a dispatch is over before its rows are used: any order will do.
+            is_alone = side is None and launch.stages == ("dispatch",) and config.dispatch == "pull"
+            arguments = [call_set, host.extension().pack_launch(programs[0], i, is_alone)]
             if function.has_maps:
                 arguments.append(maps)
             with self._timer(launch.kernel, stream):

@@ -15,7 +15,7 @@ from mok_modular.config import MoKConfig
 ARCH = "sm_90a"
 DEFINE = "MOK_TARGET_SM90"
 COPY_THREADS, COPY_CTAS_PER_SM = 256, 3  # kThreads and kCtasPerSm of csrc/targets/cuda/worker.h
-COPY_RING_BYTES = 66048
+COPY_RING_BYTES = 65792
 """Dynamic shared memory of a CTA that copies rows: sizeof(CopyRing) of csrc/targets/cuda/worker.h, asserted there."""
 GEMM_THREADS = 384
 GEMM_SMEM_BYTES = 217088

@@ -80,13 +80,13 @@ def test_capture_and_replay() -> None:
 
 
 def test_a_workspace_is_created_before_capture() -> None:
-    workload = make_workload([8])
-    Single(workload).call()
+    single = Single(make_workload([8]))
+    single.call()
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="create it before a CUDA graph is captured"), torch.cuda.graph(graph):
-        Single(workload)
+        helpers.workspace_for(single.workload, single.member, CONFIG)
     torch.cuda.synchronize()
-    single = Single(workload)
+    single = Single(make_workload([8]))
     graph = torch.cuda.CUDAGraph()
     grows = pytest.raises(RuntimeError, match="make one such call before a CUDA graph is captured")
     with grows, torch.cuda.graph(graph):

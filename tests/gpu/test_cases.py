@@ -176,7 +176,7 @@ def test_padding_never_leaks() -> None:
 
 def test_offsets_beyond_2_to_the_31() -> None:
     """A ring of more than 2^31 elements, whose last rows are used."""
-    num_tokens, topk, hidden = 40_000, 8, 7168
+    num_tokens, topk, hidden = 48_128, 8, 7168
     workload = make_workload([256], H=hidden, I=64, E=8, K=topk, S=0)
     base = run(workload)
     workload = workload.to(DEVICE)
