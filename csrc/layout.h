@@ -77,16 +77,10 @@ constexpr Group kWholeBackward = kReplay | group_of(Stage::reverse_combine, Stag
 // ---- sizes ----------------------------------------------------------------------------------
 
 // Rows per task of the copy stages and of standalone swiglu; tokens per task of reduce. Fixed here because writers and readers of a signal must agree on them.
-#ifndef MOK_COPY_ROWS
-#define MOK_COPY_ROWS 16
-#endif
-constexpr int kCopyRows = MOK_COPY_ROWS;
+constexpr int kCopyRows = 16;
 constexpr int kPublishRows = 8;
 constexpr int kElementRows = 32;
-#ifndef MOK_REDUCE_TOKENS
-#define MOK_REDUCE_TOKENS 8
-#endif
-constexpr int kReduceTokens = MOK_REDUCE_TOKENS;
+constexpr int kReduceTokens = 8;
 // Top-k ids per task of schedule: a place task compares each id with those before it in the chunk.
 constexpr int kScheduleChunk = 256;
 // Output columns of a GEMM task, by the target's tile (accumulator columns: twice that for gate_up).
@@ -537,6 +531,8 @@ struct Launch {
   bool has_prologue = false;     // publish and the shared expert are tasks of this kernel
   int32 num_comm_ctas = 0;       // GPU: CTAs that only communicate; 0: spare warps do
   bool is_last_group = false;    // holds the rank's last remote access: sends done when its last worker leaves
+  // A pull dispatch that ends before anybody uses its rows: no windows, the experts in turn (protocol/tasks.h).
+  bool has_experts_in_turn = false;
 };
 
 // On one GPU one grid serves all ranks of a LocalGroup: its workers go through their calls in turn.

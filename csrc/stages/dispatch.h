@@ -43,7 +43,8 @@ struct DispatchPull {
           if (src_rank < 0) return nullptr;  // padding: zeros
           return call.peer<bf16>(Region::x, src_rank) +
                  call.schedule.peer_token_idx[first + i] / call.shape.topk * width;
-        });
+        },
+        /*are_sources_read_again=*/true);
   }
 
   template <class Worker>
@@ -87,7 +88,8 @@ struct DispatchPush {
           const int32 idx = route(call, task, i);
           return call.peer<bf16>(Region::ring_x, call.schedule.route_rank[idx]) + call.schedule.route_row[idx] * width;
         },
-        [&](int32 i) { return call.tensors.x + route(call, task, i) / call.shape.topk * width; });
+        [&](int32 i) { return call.tensors.x + route(call, task, i) / call.shape.topk * width; },
+        /*are_sources_read_again=*/true);
   }
 
   // Rows are pushed in the owners' order, so a task touches a few row blocks; whoever completes this

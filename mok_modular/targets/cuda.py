@@ -8,7 +8,6 @@ waits for the device. What went wrong there is raised by the next call on the wo
 from __future__ import annotations
 
 import copy
-import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,34 +18,11 @@ from torch import Tensor
 from mok_modular.config import MoKConfig
 from mok_modular.errors import MoKPeerError, MoKTimeoutError
 from mok_modular.targets import host
-from mok_modular.targets.cuda_device import (
-    Function,
-    check,
-    check_plan,
-    driver,
-    encode_map,
-    get_device,
-    kernel_of,
-)
+from mok_modular.targets.cuda_device import Function, check, check_plan, driver, get_device, kernel_of
+from mok_modular.targets.cuda_launch import MAX_LOCAL_RANKS, Launcher
 
-MAX_LOCAL_RANKS = 8
 ZEROED = frozenset({"words", "arrivals", "counters", "epochs", "num_tokens"})
 """Regions that start from zero; the others start full of NaN."""
-
-MATRICES = (
-    "x",
-    "ring_x",
-    "context_x",
-    "ring_hidden",
-    "shared_hidden",
-    "w_routed_gate",
-    "w_routed_up",
-    "w_routed_down",
-    "w_shared_gate",
-    "w_shared_up",
-    "w_shared_down",
-)
-"""The matrices that a product may read, in the order of `Matrix` in csrc/stages/grouped_gemm.h."""
 
 
 class CudaMemory:
@@ -69,6 +45,11 @@ class CudaMemory:
         for regions in self.regions.values():
             for name, num_bytes in shape.region_bytes().items():
                 if num_bytes > regions.get(name, _NOTHING).numel():
+                    if torch.cuda.is_current_stream_capturing():
+                        raise RuntimeError(
+                            f"the workspace must grow for this call (region {name}): make one such call before a CUDA "
+                            "graph is captured"
+                        )
                     fill = 0 if name in ZEROED else 0xFF
                     regions[name] = torch.full((num_bytes,), fill, dtype=torch.uint8, device=self.device)
                     is_changed = True
@@ -121,22 +102,23 @@ class CudaMemory:
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-class CudaWorkspace(host.SharedWorkspace):
+class CudaWorkspace(Launcher, host.SharedWorkspace):
     """The memory of a LocalGroup on one GPU."""
 
-    ranks: Sequence[int]  # whose calls run in this process
     functions: Mapping[str, Function]
-    timeout_factor = 1
 
     def __init__(self, group: Any, config: MoKConfig, num_local_tokens: int, hidden_size: int, topk: int) -> None:
         check_plan(config)
         self.torch_device = torch.device(group.device)
-        self._maps: dict[tuple[Any, ...], bytes] = {}
+        Launcher.__init__(self)
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a workspace allocates memory, so create it before a CUDA graph is captured")
+        self._last_end: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None  # of the call before
         self._side: torch.cuda.Stream | None = None
         self.is_timing = False  # record an event pair around every kernel
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._open(group, config)
-        super().__init__(group, config, num_local_tokens, hidden_size, topk)
+        host.SharedWorkspace.__init__(self, group, config, num_local_tokens, hidden_size, topk)
 
     def _open(self, group: Any, config: MoKConfig) -> None:
         """Compiles and loads the kernels, before there is any memory."""
@@ -215,14 +197,29 @@ class CudaWorkspace(host.SharedWorkspace):
             others = [call.stream for call in calls if call.stream is not None and call.stream != main]
             for stream in others:
                 main.wait_stream(stream)
+            self._wait_for_last_call(main)
             self._launch_all(calls, shape, programs)
             for stream in others:
                 stream.wait_stream(main)
+            self._note_end(main)
         return [None] * len(calls)
+
+    def _wait_for_last_call(self, stream: torch.cuda.Stream) -> None:
+        """Two streams on one workspace cannot interleave. (Inside a graph, streams are joined by who captures it.)"""
+        if self._last_end is not None and self._last_end[0] != stream and not torch.cuda.is_current_stream_capturing():
+            stream.wait_event(self._last_end[1])
+
+    def _note_end(self, stream: torch.cuda.Stream) -> None:
+        if not torch.cuda.is_current_stream_capturing():
+            event = torch.cuda.Event() if self._last_end is None else self._last_end[1]
+            event.record(stream)
+            self._last_end = (stream, event)
 
     def _launch_all(self, calls: Sequence[host.Call], shape: Any, programs: Sequence[Any]) -> None:
         call_set = self._pack_calls(programs, calls[0].config.timeout_s, calls[0].config.start_timeout_s)
-        maps = self._all_maps(calls, shape) if calls[0].kind == "forward" else b""
+        maps = b""
+        if calls[0].kind == "forward":
+            maps = self._all_maps([call.tensors for call in calls], [call.num_tokens for call in calls], shape)
         config, main = calls[0].config, torch.cuda.current_stream()
         # Two streams where communication has SMs of its own. One launch after another in data-flow order on each: a
         # kernel waits only for kernels launched before it, so any serialisation of the two is right as well.
@@ -236,7 +233,9 @@ class CudaWorkspace(host.SharedWorkspace):
                 main.wait_stream(side)
             stream = side if side is not None and launch.stream == "comm" else main
             function = self._function(launch.stages)
-            arguments = [call_set, host.extension().pack_launch(programs[0], i, num_comm_ctas)]
+            # Where nothing runs beside it, a dispatch is over before its rows are used: any order will do.
+            is_alone = side is None and launch.stages == ("dispatch",) and config.dispatch == "pull"
+            arguments = [call_set, host.extension().pack_launch(programs[0], i, num_comm_ctas, is_alone)]
             if function.has_maps:
                 arguments.append(maps)
             with self._timer(launch.kernel, stream):
@@ -246,19 +245,6 @@ class CudaWorkspace(host.SharedWorkspace):
     def _function(self, stages: tuple[str, ...]) -> Function:
         kernel = kernel_of(stages, self.config.combine == "pull")
         return self.functions[kernel] if isinstance(kernel, str) else self.device.persistent(kernel)
-
-    def _pack_calls(self, programs: Sequence[Any], timeout_s: float, start_timeout_s: float) -> bytes:
-        names = host.extension().region_names()
-        failures = self.native.failures
-        packed: bytes = host.extension().pack_calls(
-            programs,
-            [table.data_ptr() for table in self.native.tables],
-            [[self.native.address(rank, name) for name in names] for rank in self.ranks],
-            [failures.data_ptr() + i * failures.stride(0) for i in range(len(self.ranks))],
-            timeout_s * self.timeout_factor,
-            start_timeout_s * self.timeout_factor,
-        )
-        return packed
 
     def _side_stream(self, config: MoKConfig, kind: str) -> torch.cuda.Stream | None:
         if config.fwd_num_comm_sms is None or kind != "forward" or config.plan.is_fused:
@@ -291,67 +277,6 @@ class CudaWorkspace(host.SharedWorkspace):
         self._events.clear()
         return times
 
-    def _launch(self, function: Function, arguments: Sequence[bytes], stream: int, num_sms: int) -> None:
-        buffers = [ctypes.create_string_buffer(argument, len(argument)) for argument in arguments]
-        pointers = (ctypes.c_void_p * len(buffers))(*[ctypes.addressof(buffer) for buffer in buffers])
-        num_ctas = num_sms * function.ctas_per_sm
-        check(
-            driver().cuLaunchKernel(
-                function.handle,
-                num_ctas,
-                1,
-                1,
-                function.num_threads,
-                1,
-                1,
-                function.num_smem_bytes,
-                stream,
-                ctypes.addressof(pointers),
-                0,
-            )
-        )
-
-    # ---- tensor maps ----
-
-    def _all_maps(self, calls: Sequence[host.Call], shape: Any) -> bytes:
-        size = 128
-        maps = bytearray(size * MAX_LOCAL_RANKS * len(MATRICES))
-        for index, call in enumerate(calls):
-            for i, (address, dims) in enumerate(self._matrices(self.ranks[index], call, shape)):
-                if address:
-                    at = size * (index * len(MATRICES) + i)
-                    maps[at : at + size] = self._map(address, dims)
-        return bytes(maps)
-
-    def _matrices(self, rank: int, call: host.Call, shape: Any) -> list[tuple[int, tuple[int, ...]]]:
-        """Address and dimensions, innermost first, of every matrix: [rows, k] for A, [experts, cols, k] for B."""
-        hidden, inter, shared = shape.hidden_size, shape.intermediate_size, shape.shared_size
-        rows, experts = shape.ring_rows, shape.num_local_experts
-        at = self.native.address
-        dims: Mapping[str, tuple[int, tuple[int, ...]]] = {
-            "x": (_address(call, "x"), (hidden, max(1, call.num_tokens))),
-            "ring_x": (at(rank, "ring_x"), (hidden, rows)),
-            "context_x": (_address(call, "context_x"), (hidden, rows)),
-            "ring_hidden": (at(rank, "ring_hidden"), (inter, rows)),
-            "shared_hidden": (at(rank, "shared_hidden"), (shared, shape.max_tokens)),
-            "w_routed_gate": (_address(call, "w_routed_gate"), (hidden, inter, experts)),
-            "w_routed_up": (_address(call, "w_routed_up"), (hidden, inter, experts)),
-            "w_routed_down": (_address(call, "w_routed_down"), (inter, hidden, experts)),
-            "w_shared_gate": (_address(call, "w_shared_gate"), (hidden, shared, 1)),
-            "w_shared_up": (_address(call, "w_shared_up"), (hidden, shared, 1)),
-            "w_shared_down": (_address(call, "w_shared_down"), (shared, hidden, 1)),
-        }
-        return [dims[name] if 0 not in dims[name][1] else (0, ()) for name in MATRICES]
-
-    def _map(self, address: int, dims: tuple[int, ...]) -> bytes:
-        """A tensor map of a K-contiguous BF16 matrix with boxes of 64 x 64, cached."""
-        found = self._maps.get((address, dims))
-        if found is None:
-            if len(self._maps) > 4096:  # outputs and contexts move from call to call
-                self._maps.clear()
-            found = self._maps[address, dims] = encode_map(address, dims)
-        return found
-
 
 def copy_to_device(address: int, value: Tensor, stream: torch.cuda.Stream) -> None:
     """Copies a tensor in pinned memory to a device address, which may be a peer's."""
@@ -365,8 +290,3 @@ def open_waits(failures: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for failure in failures
         if failure["is_set"] and failure["reason"] in ("timeout", "aborted") and failure["edge"]
     ]
-
-
-def _address(call: host.Call, name: str) -> int:
-    tensor = call.tensors.get(name)
-    return tensor.data_ptr() if tensor is not None and tensor.numel() else 0

@@ -109,8 +109,8 @@ def check_gemm(entry: str, code: str) -> None:
     assert code.count("HGMMA") > 0, f"{entry} has no wgmma"
     assert code.count("USETMAXREG") == 2, f"{entry}: setmaxnreg was ignored"
     assert not re.search(r"\bF?MMA\b|HMMA", code), f"{entry} multiplies on a slower path"
-    # One wait a k block: between two waits stand the HGMMAs of at least one block. And one at the end of a tile, one where
-    # there are stores only.
+    # One wait a k block: between two waits stand the HGMMAs of at least one block. And one at the end of a tile, one
+    # where there are stores only.
     waits = code.count("WARPGROUP.DEPBAR") - 2
     assert waits * 4 <= code.count("HGMMA"), f"{entry}: {waits} waits for {code.count('HGMMA')} HGMMA"
 

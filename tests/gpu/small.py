@@ -1,7 +1,8 @@
 """A few small forwards of every kind of kernel, without pytest: something for compute-sanitizer.
 
-    compute-sanitizer --tool memcheck python tests/gpu/small.py
-    compute-sanitizer --tool racecheck --kernel-regex 'kns=mok_(schedule|publish|dispatch|swiglu|combine|reduce)' python tests/gpu/small.py
+    compute-sanitizer --tool memcheck --report-api-errors no python tests/gpu/small.py
+    compute-sanitizer --tool synccheck python tests/gpu/small.py
+    compute-sanitizer --tool racecheck python tests/gpu/small.py
 
 Waits have no limit, since a sanitizer slows kernels down by orders of magnitude.
 """

@@ -66,29 +66,30 @@ struct Position {
 
 // ---- bulk copies: 16-byte aligned, sizes multiples of 16 ----
 
-MOK_DEVICE void bulk_load(uint32 dst, const void* src, uint32 num_bytes, uint32 barrier) {
+// How long their lines stay in the L2: a policy of the lines that they touch.
+MOK_DEVICE uint64 evict_first() {
+  uint64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+MOK_DEVICE uint64 evict_last() {
+  uint64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+MOK_DEVICE void bulk_load(uint32 dst, const void* src, uint32 num_bytes, uint32 barrier, uint64 policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src),
-      "r"(num_bytes), "r"(barrier)
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(dst),
+      "l"(src), "r"(num_bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
-// Of the bulk stores of this thread that bulk_commit closed.
-MOK_DEVICE void bulk_store(void* dst, uint32 src, uint32 num_bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(num_bytes)
+MOK_DEVICE void bulk_store(void* dst, uint32 src, uint32 num_bytes, uint64 policy) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(dst), "r"(src),
+               "r"(num_bytes), "l"(policy)
                : "memory");
 }
-MOK_DEVICE uint64 evict_first() { uint64 p; asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p)); return p; }
-MOK_DEVICE uint64 evict_last() { uint64 p; asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(p)); return p; }
-MOK_DEVICE void bulk_load_hint(uint32 dst, const void* src, uint32 num_bytes, uint32 barrier, uint64 policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(dst), "l"(src),
-      "r"(num_bytes), "r"(barrier), "l"(policy)
-      : "memory");
-}
-MOK_DEVICE void bulk_store_hint(void* dst, uint32 src, uint32 num_bytes, uint64 policy) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(dst), "r"(src), "r"(num_bytes), "l"(policy)
-               : "memory");
-}
+// Closes a group of this thread's stores; the waits are for its groups.
 MOK_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // At most kPending groups still read their shared memory: it may be overwritten, but nobody may be told.
 template <int kPending>

@@ -15,13 +15,7 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kPollNs = 64;
 
 // Where rows pass through on their way, in kernels that copy: every warp has a ring of chunks of its own.
-#ifndef MOK_COPY
-#define MOK_COPY 1
-#endif
-#ifndef MOK_CHUNK
-#define MOK_CHUNK 2048
-#endif
-constexpr int kChunkBytes = MOK_CHUNK, kChunks = 8192 / MOK_CHUNK;
+constexpr int kChunkBytes = 2048, kChunks = 4;
 struct alignas(128) CopyRing {
   unsigned char chunks[kWarps][kChunks][kChunkBytes];
   uint64 full[kWarps][kChunks];
@@ -127,7 +121,7 @@ class Worker {
   // Rows are dealt to warps; the copy engine moves them in chunks through the warp's ring, kChunks - 1 loads in flight.
   // Behind sync() all rows are written, and covered by the leader's release.
   template <class Dst, class Src>
-  __device__ void copy_rows(int32 count, int64 num_bytes, Dst&& dst, Src&& src) {
+  __device__ void copy_rows(int32 count, int64 num_bytes, Dst&& dst, Src&& src, bool are_sources_read_again = false) {
     const int32 warp = static_cast<int32>(threadIdx.x) / 32, lane = static_cast<int32>(lane_idx());
     const int32 num_rows = (count - warp + kWarps - 1) / kWarps;  // of this warp: lane i finds out where row i goes
     unsigned long long to = 0, from = 0;
@@ -137,21 +131,12 @@ class Worker {
     }
     const uint32 copied = __ballot_sync(0xffffffffu, from != 0), cleared = __ballot_sync(0xffffffffu, to != 0 && from == 0);
     const int32 size = static_cast<int32>(num_bytes);
-#if MOK_COPY == 0
-    for (uint32 rows = copied; rows != 0; rows &= rows - 1) {
-      const int32 row = __ffs(static_cast<int>(rows)) - 1;
-      copy_words(reinterpret_cast<bf16x8*>(__shfl_sync(0xffffffffu, to, row)), reinterpret_cast<const bf16x8*>(__shfl_sync(0xffffffffu, from, row)), size / 16);
-    }
-#else
-    copy_chunks(copied, size, to, from);
-#endif
+    copy_chunks(copied, size, to, from, are_sources_read_again);
     for (uint32 rows = cleared; rows != 0; rows &= rows - 1) {
       bf16x8* row = reinterpret_cast<bf16x8*>(__shfl_sync(0xffffffffu, to, __ffs(static_cast<int>(rows)) - 1));
       for (int32 i = lane; i < size / 16; i += 32) row[i] = bf16x8{};
     }
-#if MOK_COPY != 0
     if (lane == 0 && copied != 0) bulk_wait_written();
-#endif
   }
 
   // ---- protocol: called by the leader ----
@@ -230,10 +215,12 @@ class Worker {
     }
   };
   // Lane i holds the addresses of row i. Lane 0 issues all copies; its warp goes along.
-  __device__ void copy_chunks(uint32 rows, int32 size, unsigned long long to, unsigned long long from) {
+  __device__ void copy_chunks(uint32 rows, int32 size, unsigned long long to, unsigned long long from,
+                              bool are_sources_read_again) {
     const uint32 warp = threadIdx.x / 32;
     const bool is_first = lane_idx() == 0;
     const uint32 chunks = smem_address(ring_->chunks[warp]), full = smem_address(ring_->full[warp]);
+    // Sources that others read soon stay in the L2, and what is written, far more than the L2 holds, goes first.
     Cursor load{rows}, store{rows};
     if (is_first) fence_proxy_async();  // what others wrote, acquired by the leader, before copies of this proxy
     const auto issue = [&] {
@@ -241,11 +228,7 @@ class Worker {
       const uint32 num = static_cast<uint32>(min_of(kChunkBytes, size - load.offset));
       if (is_first) {
         mbarrier_expect_bytes(full + loaded_.slot * 8, num);
-#if MOK_COPY == 2
-        bulk_load_hint(chunks + loaded_.slot * kChunkBytes, at, num, full + loaded_.slot * 8, evict_last());
-#else
-        bulk_load(chunks + loaded_.slot * kChunkBytes, at, num, full + loaded_.slot * 8);
-#endif
+        bulk_load(chunks + loaded_.slot * kChunkBytes, at, num, full + loaded_.slot * 8, are_sources_read_again ? evict_last() : evict_first());
       }
       loaded_.advance();
       load.advance(size);
@@ -256,11 +239,7 @@ class Worker {
       const uint32 num = static_cast<uint32>(min_of(kChunkBytes, size - store.offset));
       mbarrier_wait(full + stored_.slot * 8, stored_.phase);
       if (is_first) {
-#if MOK_COPY >= 2
-        bulk_store_hint(at, chunks + stored_.slot * kChunkBytes, num, evict_first());
-#else
-        bulk_store(at, chunks + stored_.slot * kChunkBytes, num);
-#endif
+        bulk_store(at, chunks + stored_.slot * kChunkBytes, num, evict_first());
         bulk_commit();
         bulk_wait_read<1>();  // the chunk before this one may be loaded again
       }
@@ -270,20 +249,6 @@ class Worker {
     }
     if (is_first) bulk_wait_read<0>();
     __syncwarp();
-  }
-  __device__ static void copy_words(bf16x8* to, const bf16x8* from, int32 num_words) {
-    constexpr int kInFlight = 8;
-    for (int32 first = threadIdx.x % 32; first < num_words; first += 32 * kInFlight) {
-      bf16x8 words[kInFlight];
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        words[i] = bf16x8{};
-        if (from && first + 32 * i < num_words) words[i] = from[first + 32 * i];
-      }
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i)
-        if (first + 32 * i < num_words) to[first + 32 * i] = words[i];
-    }
   }
 
   int* scratch_;
