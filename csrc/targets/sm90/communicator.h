@@ -37,8 +37,9 @@ class CommWorker {
   MOK_DEVICE void sync() { __syncwarp(); }
 
   // Lane i finds out where row i comes from and goes to; lane 0 issues all copies. Rows are written when this returns.
+  // The products read them soon, so they stay in the L2 as anything else.
   template <class Dst, class Src>
-  MOK_DEVICE void copy_rows(int32 count, int64 num_bytes, Dst&& dst, Src&& src) {
+  MOK_DEVICE void copy_rows(int32 count, int64 num_bytes, Dst&& dst, Src&& src, bool /*are_sources_read_again*/ = false) {
     const int32 size = static_cast<int32>(num_bytes), lane = static_cast<int32>(lane_idx());
     uint64 to = 0, from = 0;
     if (lane < count) {  // tasks have at most 32 rows
@@ -80,7 +81,7 @@ class CommWorker {
         if (is_leader()) {
           mbarrier_expect_bytes(full + loaded_.slot * 8, num);
           bulk_load(chunks + loaded_.slot * kCommChunkBytes, reinterpret_cast<const void*>(at), num,
-                    full + loaded_.slot * 8);
+                    full + loaded_.slot * 8, evict_normal());
         }
         loaded_.advance();
         ++in_flight;
@@ -90,7 +91,7 @@ class CommWorker {
       const uint32 num = static_cast<uint32>(min_of(kCommChunkBytes, size - store_offset));
       mbarrier_wait(full + stored_.slot * 8, stored_.phase);
       if (is_leader()) {
-        bulk_store(reinterpret_cast<void*>(at), chunks + stored_.slot * kCommChunkBytes, num);
+        bulk_store(reinterpret_cast<void*>(at), chunks + stored_.slot * kCommChunkBytes, num, evict_normal());
         bulk_commit();
         bulk_wait_read<1>();  // the chunk before this one may be loaded again
       }
