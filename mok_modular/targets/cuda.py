@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from mok_modular.config import MoKConfig
 from mok_modular.errors import MoKPeerError, MoKTimeoutError
 from mok_modular.targets import host
 from mok_modular.targets.cuda_device import Function, check, check_plan, driver, get_device, kernel_of
-from mok_modular.targets.cuda_launch import MAX_LOCAL_RANKS, Launcher
+from mok_modular.targets.cuda_launch import MAX_LOCAL_RANKS, Launcher, PackedLaunch
 
 ZEROED = frozenset({"words", "arrivals", "counters", "epochs", "num_tokens"})
 """Regions that start from zero; the others start full of NaN."""
@@ -38,6 +39,7 @@ class CudaMemory:
             len(self.regions), host.extension().struct_sizes()["Failure"], dtype=torch.uint8, pin_memory=True
         )
         self._counters_of: Any = None
+        self.layout = 0  # counts the times that regions or counters moved
 
     def reserve(self, shape: Any) -> None:
         """Makes every region large enough; see Workspace::reserve in csrc/targets/host."""
@@ -58,8 +60,10 @@ class CudaMemory:
             for regions in self.regions.values():
                 regions["counters"].zero_()
             self._counters_of = counters_of
+            self.layout += 1
         if is_changed or not self.tables:
             self._make_tables(shape)
+            self.layout += 1
 
     def _make_tables(self, shape: Any) -> None:
         names = host.extension().region_names()
@@ -100,6 +104,18 @@ class CudaMemory:
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
+MAX_PACKED = 256
+"""Packed calls that a workspace keeps (about 20 KB each), before all are forgotten."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A packed launch of a call, and which stream it goes to."""
+
+    kernel: str
+    launch: PackedLaunch
+    is_on_side: bool  # where the call has a side stream
+    is_last: bool
 
 
 class CudaWorkspace(Launcher, host.SharedWorkspace):
@@ -115,6 +131,7 @@ class CudaWorkspace(Launcher, host.SharedWorkspace):
             raise RuntimeError("a workspace allocates memory, so create it before a CUDA graph is captured")
         self._last_end: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None  # of the call before
         self._side: torch.cuda.Stream | None = None
+        self._packed: dict[Any, tuple[int, list[_Step]]] = {}  # by the keys of calls: layout, launches
         self.is_timing = False  # record an event pair around every kernel
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._open(group, config)
@@ -183,26 +200,35 @@ class CudaWorkspace(Launcher, host.SharedWorkspace):
             return [copy.copy(self.failure) for _ in calls]  # every rank's own: notes and tracebacks do not mix
         if any(call.agree != calls[0].agree or call.kind != calls[0].kind for call in calls):
             return [MoKPeerError(host.describe_mismatch(calls)) for _ in calls]
-        try:
-            check_plan(calls[0].config)
-        except ValueError as error:
-            return [copy.copy(error) for _ in calls]
-        first = calls[0]
-        shape = self.shape(first.num_local_experts, first.capacity_rows, first.intermediate_size, first.shared_size)
+        key = tuple(call.key for call in calls)
+        layout, steps = self._packed.get(key, (-1, []))
         with torch.cuda.device(self.torch_device):
-            self.native.reserve(shape)
-            programs = [self._program(rank, call, shape) for rank, call in zip(self.ranks, calls, strict=True)]
+            if layout != self.native.layout:
+                try:
+                    check_plan(calls[0].config)
+                except ValueError as error:
+                    return [copy.copy(error) for _ in calls]
+                steps = self._pack(calls)
+                if None not in key:
+                    if len(self._packed) >= MAX_PACKED:
+                        self._packed.clear()
+                    self._packed[key] = self.native.layout, steps
             # One rank launches for all: behind what each has enqueued on its own stream, before what comes there next.
             main = torch.cuda.current_stream()
             others = [call.stream for call in calls if call.stream is not None and call.stream != main]
             for stream in others:
                 main.wait_stream(stream)
             self._wait_for_last_call(main)
-            self._launch_all(calls, shape, programs)
+            self._enqueue(steps, main, self._side_stream(calls[0].config, calls[0].kind))
             for stream in others:
                 stream.wait_stream(main)
             self._note_end(main)
         return [None] * len(calls)
+
+    @property
+    def layout(self) -> int:
+        """Another number whenever regions or counters have moved: what was packed before is void."""
+        return int(self.native.layout)
 
     def _wait_for_last_call(self, stream: torch.cuda.Stream) -> None:
         """Two streams on one workspace cannot interleave. (Inside a graph, streams are joined by who captures it.)"""
@@ -215,39 +241,59 @@ class CudaWorkspace(Launcher, host.SharedWorkspace):
             event.record(stream)
             self._last_end = (stream, event)
 
-    def _launch_all(self, calls: Sequence[host.Call], shape: Any, programs: Sequence[Any]) -> None:
-        call_set = self._pack_calls(programs, calls[0].config.timeout_s, calls[0].config.start_timeout_s)
+    def _pack(self, calls: Sequence[host.Call]) -> list[_Step]:
+        """The launches of a call of every rank, with all their arguments."""
+        first = calls[0]
+        config = first.config
+        shape = self.shape(first.num_local_experts, first.capacity_rows, first.intermediate_size, first.shared_size)
+        self.native.reserve(shape)
+        programs = [self._program(rank, call, shape) for rank, call in zip(self.ranks, calls, strict=True)]
+        call_set = self._pack_calls(programs, config.timeout_s, config.start_timeout_s)
         maps = b""
-        if calls[0].kind == "forward":
+        if first.kind == "forward":
             maps = self._all_maps([call.tensors for call in calls], [call.num_tokens for call in calls], shape)
-        config, main = calls[0].config, torch.cuda.current_stream()
-        # Two streams where communication has SMs of its own. One launch after another in data-flow order on each: a
-        # kernel waits only for kernels launched before it, so any serialisation of the two is right as well.
-        side = self._side_stream(config, calls[0].kind)
-        if side is not None:
-            side.wait_stream(main)
-        num_comm_ctas = config.fwd_num_comm_sms or 0
-        for i, launch in enumerate(host.launches(calls[0], shape)):
-            is_last = launch.kernel == "reduce"
-            if side is not None and is_last:
-                main.wait_stream(side)
-            stream = side if side is not None and launch.stream == "comm" else main
+        has_side = self._has_side_stream(config, first.kind)
+        steps = []
+        for i, launch in enumerate(host.launches(first, shape)):
+            is_last, is_on_side = launch.kernel == "reduce", has_side and launch.stream == "comm"
             function = self._function(launch.stages)
             # Where nothing runs beside it, a dispatch is over before its rows are used: any order will do.
-            is_alone = side is None and launch.stages == ("dispatch",) and config.dispatch == "pull"
-            arguments = [call_set, host.extension().pack_launch(programs[0], i, num_comm_ctas, is_alone)]
+            is_alone = not has_side and launch.stages == ("dispatch",) and config.dispatch == "pull"
+            arguments = [
+                call_set,
+                host.extension().pack_launch(programs[0], i, config.fwd_num_comm_sms or 0, is_alone),
+            ]
             if function.has_maps:
                 arguments.append(maps)
-            with self._timer(launch.kernel, stream):
-                num_sms = self._num_sms(config, launch.stream if side is not None and not is_last else None)
-                self._launch(function, arguments, stream.cuda_stream, num_sms)
+            num_sms = self._num_sms(config, launch.stream if has_side and not is_last else None)
+            steps.append(_Step(launch.kernel, PackedLaunch(function, arguments, num_sms), is_on_side, is_last))
+        return steps
+
+    def _enqueue(self, steps: Sequence[_Step], main: torch.cuda.Stream, side: torch.cuda.Stream | None) -> None:
+        """Two streams where communication has SMs of its own. One launch after another in data-flow order on each: a
+        kernel waits only for kernels launched before it, so any serialisation of the two is right as well."""
+        if side is not None:
+            side.wait_stream(main)
+        for step in steps:
+            if side is not None and step.is_last:
+                main.wait_stream(side)
+            stream = side if side is not None and step.is_on_side else main
+            if self.is_timing:
+                with self._timer(step.kernel, stream):
+                    step.launch.enqueue(stream.cuda_stream)
+            else:
+                step.launch.enqueue(stream.cuda_stream)
 
     def _function(self, stages: tuple[str, ...]) -> Function:
         kernel = kernel_of(stages, self.config.combine == "pull")
         return self.functions[kernel] if isinstance(kernel, str) else self.device.persistent(kernel)
 
+    @staticmethod
+    def _has_side_stream(config: MoKConfig, kind: str) -> bool:
+        return config.fwd_num_comm_sms is not None and kind == "forward" and not config.plan.is_fused
+
     def _side_stream(self, config: MoKConfig, kind: str) -> torch.cuda.Stream | None:
-        if config.fwd_num_comm_sms is None or kind != "forward" or config.plan.is_fused:
+        if not self._has_side_stream(config, kind):
             return None
         if self._side is None:
             self._side = torch.cuda.Stream(self.torch_device)
@@ -261,9 +307,6 @@ class CudaWorkspace(Launcher, host.SharedWorkspace):
 
     @contextmanager
     def _timer(self, kernel: str, stream: torch.cuda.Stream) -> Iterator[None]:
-        if not self.is_timing:
-            yield
-            return
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record(stream)
         yield

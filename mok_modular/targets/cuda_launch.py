@@ -28,6 +28,22 @@ MATRICES = (
 """The matrices that a product may read, in the order of `Matrix` in csrc/stages/grouped_gemm.h."""
 
 
+class PackedLaunch:
+    """A kernel with its arguments in host memory, to be enqueued any number of times (each copies them)."""
+
+    def __init__(self, function: Function, arguments: Sequence[bytes], num_sms: int) -> None:
+        self._buffers = [ctypes.create_string_buffer(argument, len(argument)) for argument in arguments]
+        self._pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(buffer) for buffer in self._buffers])
+        self._grid = (function.handle, num_sms * function.ctas_per_sm, 1, 1, function.num_threads, 1, 1)
+        self._num_smem_bytes = function.num_smem_bytes
+        self._address = ctypes.addressof(self._pointers)
+        self._enqueue = driver().cuLaunchKernel
+
+    def enqueue(self, stream: int) -> None:
+        """Behind what is on the stream (a CUstream as an integer)."""
+        check(self._enqueue(*self._grid, self._num_smem_bytes, stream, self._address, 0))
+
+
 class Launcher:
     """Launches kernels for the ranks of this process. Needs `native` (their CudaMemory), `ranks` and `device`."""
 
@@ -53,24 +69,7 @@ class Launcher:
         return packed
 
     def _launch(self, function: Function, arguments: Sequence[bytes], stream: int, num_sms: int) -> None:
-        buffers = [ctypes.create_string_buffer(argument, len(argument)) for argument in arguments]
-        pointers = (ctypes.c_void_p * len(buffers))(*[ctypes.addressof(buffer) for buffer in buffers])
-        num_ctas = num_sms * function.ctas_per_sm
-        check(
-            driver().cuLaunchKernel(
-                function.handle,
-                num_ctas,
-                1,
-                1,
-                function.num_threads,
-                1,
-                1,
-                function.num_smem_bytes,
-                stream,
-                ctypes.addressof(pointers),
-                0,
-            )
-        )
+        PackedLaunch(function, arguments, num_sms).enqueue(stream)
 
     # ---- tensor maps ----
 
