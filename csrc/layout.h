@@ -547,7 +547,10 @@ struct Launch {
   int32 launch_idx = 0;          // its ticket and exit counters
   int32 generation = -1;         // counted in launch order; -1: all of them
   bool has_prologue = false;     // publish and the shared expert are tasks of this kernel
+  int32 num_comm_ctas = 0;       // GPU: CTAs that only communicate; 0: spare warps do
   bool is_last_group = false;    // holds the rank's last remote access: sends done when its last worker leaves
+  // A pull dispatch that ends before anybody uses its rows: no windows, the experts in turn (protocol/tasks.h).
+  bool has_experts_in_turn = false;
 };
 
 // On one GPU one grid serves all ranks of a LocalGroup: its workers go through their calls in turn.

@@ -123,7 +123,8 @@ def _make_parser() -> _Parser:
 
 
 def _add_workload_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, help="CPU ranks in this process (default: the routing's)")
+    parser.add_argument("--ranks", type=int, help="ranks in this process (default: the routing's)")
+    parser.add_argument("--device", default="cpu", help="cpu, or the GPU that all ranks share, such as cuda:0")
     parser.add_argument(
         "--shape",
         help=f"H,I,E,K[,S] or one of: {', '.join(PRESETS)}; E and K must fit the routing "
@@ -369,7 +370,20 @@ def _set_up(args: argparse.Namespace) -> tuple[Workload, LocalGroup, str]:
     host_build_info()
     from mok_modular.group import LocalGroup
 
-    group = LocalGroup(num_ranks, order=args.order, seed=args.seed, executor=args.executor, num_workers=args.workers)
+    group = LocalGroup(
+        num_ranks,
+        device=args.device,
+        order=args.order,
+        seed=args.seed,
+        executor=args.executor,
+        num_workers=args.workers,
+    )
+    if group.device != "cpu":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ValueError(f"--device {args.device}: torch sees no NVIDIA GPU")
+        workload = workload.to(group.device)
     return workload, group, routing.source
 
 

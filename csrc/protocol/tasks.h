@@ -135,7 +135,8 @@ class Tasks {
       }
       window_ = step - 1 - lag(stage_);
       if (window_ < 0 || window_ >= num_windows) continue;
-      num_tasks_ = num_window_tasks();
+      if (launch_.has_experts_in_turn && window_ > 0) continue;  // all are in the first one's tasks
+      num_tasks_ = launch_.has_experts_in_turn ? begin_turns(num_windows) : num_window_tasks();
       return true;
     }
     step_ = 0;
@@ -283,13 +284,50 @@ class Tasks {
       while (index >= piece_.first + piece_.num_tasks) next_piece();
       return decode_in_piece(index, task);
     }
-    task->block = call.schedule.window_start[first_window_ + window_] + index / num_parts();
+    task->block = launch_.has_experts_in_turn ? block_in_turn(index / num_parts())
+                                              : call.schedule.window_start[first_window_ + window_] + index / num_parts();
     task->part = index % num_parts();
   }
 
   MOK_DEVICE static bool is_shared_product(Stage stage) {
     return stage == Stage::shared_gate_up || stage == Stage::shared_down || stage == Stage::shared_down_dgrad ||
            stage == Stage::shared_gate_up_dgrad;
+  }
+
+  // Turn t: row block t of every expert that has as many in this generation. An expert's rows are in the order of tokens, so
+  // that a token's rows, which are spread over the experts, are read at about the same time: from memory once, then
+  // from the cache. (In order of experts they come from memory again; measured in docs/hopper.md.)
+  struct Turn {
+    int32 idx = 0, first = 0, num_blocks = 0;  // `first`: row blocks of the turns before
+    int32 begin_block = 0, end_block = 0;      // of the generation
+  };
+  MOK_DEVICE int32 begin_turns(int32 num_windows) {
+    const int32* start = args_.call.schedule.window_start + first_window_;
+    turn_ = Turn{0, 0, 0, start[0], start[num_windows]};
+    turn_.num_blocks = num_experts_in_turn(0);
+    return (turn_.end_block - turn_.begin_block) * num_parts();
+  }
+  // The expert's row block of the turn, negative if it has none.
+  MOK_DEVICE int32 block_of_expert(int32 turn, int32 expert) const {
+    const int32* start = args_.call.schedule.segment_start + expert;
+    const int32 rows = args_.call.shape.row_block();
+    const int32 block = max_of(start[0] / rows, turn_.begin_block) + turn;
+    return block < min_of(start[1] / rows, turn_.end_block) ? block : -1;
+  }
+  MOK_DEVICE int32 num_experts_in_turn(int32 turn) const {
+    int32 count = 0;
+    for (int32 expert = 0; expert < args_.call.shape.num_local_experts; ++expert)
+      count += block_of_expert(turn, expert) >= 0;
+    return count;
+  }
+  MOK_DEVICE int32 block_in_turn(int32 index) {
+    while (index >= turn_.first + turn_.num_blocks) {
+      turn_.first += turn_.num_blocks;
+      turn_.num_blocks = num_experts_in_turn(++turn_.idx);
+    }
+    int32 expert = -1, block = -1;
+    for (int32 left = index - turn_.first; left >= 0; left -= block >= 0) block = block_of_expert(turn_.idx, ++expert);
+    return block;
   }
 
   // GEMM tasks of a window: expert by expert; inside an expert rows fastest, so that a column tile of weights is read
@@ -330,6 +368,7 @@ class Tasks {
   int64 chunk_begin_ = 0;
   int32 num_tasks_ = 0;
   Piece piece_;
+  Turn turn_;
 };
 
 }  // namespace mok

@@ -18,7 +18,7 @@ from mok_modular import device_library, nvrtc, nvshmem
 from mok_modular.config import MoKConfig
 from mok_modular.errors import MoKPeerError, MoKTimeoutError
 from mok_modular.process_group import ProcessRanks
-from mok_modular.targets import cuda, cuda_device, host
+from mok_modular.targets import cuda, cuda_device, cuda_launch, host
 from mok_modular.targets.cuda_symmetric import ProcessMemory
 
 HANDSHAKE = nvrtc.Kernel("split/handshake.cu", ("mok_handshake",))
@@ -93,9 +93,9 @@ class ProcessWorkspace(cuda.CudaWorkspace):
         a call."""
         sizes = host.extension().struct_sizes()
         empty = [bytes(sizes["CallSet"]), bytes(sizes["Launch"])]
-        maps = bytes(128 * cuda.MAX_LOCAL_RANKS * len(cuda.MATRICES))
+        maps = bytes(128 * cuda_launch.MAX_LOCAL_RANKS * len(cuda_launch.MATRICES))
         for function in self.functions.values():
-            arguments = [*empty, maps] if function.num_smem_bytes else empty
+            arguments = [*empty, maps] if function.has_maps else empty
             self._launch(function, arguments, torch.cuda.current_stream().cuda_stream, 1)
         torch.cuda.synchronize()
 

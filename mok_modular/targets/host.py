@@ -97,6 +97,7 @@ class Call:
     is_mxfp8: bool = False  # operands of the routed experts
     config: MoKConfig = field(default_factory=MoKConfig)
     stream: torch.cuda.Stream | None = None  # the rank's current one, on a GPU
+    key: Any = None  # of everything that kernels are told: equal keys, equal arguments. None: unknown
 
     @property
     def is_backward(self) -> bool:

@@ -20,7 +20,7 @@ from mok_modular.plan import all_plans
 from mok_modular.targets import cuda_device
 
 MAX_REGISTERS = {"copy": 80, "reduce": 128, "gemm": 168}  # reduce: two CTAs an SM
-MAX_SPILL_BYTES = {"copy": 64, "gemm": 0}  # the leader's slow path may spill a few words; a role loop may not
+MAX_SPILL_BYTES = 0
 MAX_SMEM_BYTES = 227 * 1024
 
 
@@ -92,11 +92,13 @@ def test_kernel(name: str, tmp_path: Path) -> None:
     assert set(report) == set(kernel.entries)
     for entry, (registers, spilled) in report.items():
         assert registers <= MAX_REGISTERS.get(name, MAX_REGISTERS[kind]), f"{entry}: {registers} registers"
-        assert spilled <= MAX_SPILL_BYTES[kind], f"{entry}: {spilled} bytes spilled"
+        assert spilled <= MAX_SPILL_BYTES, f"{entry}: {spilled} bytes spilled"
     for entry, code in disassemble(cubin, tmp_path).items():
         assert "CONSTANT" not in "".join(re.findall(r"LDG\S*", code)), f"{entry} reads a region past the acquire"
         if kind == "gemm":
             check_gemm(entry, code)
+        elif name in cuda_device.COPYING:
+            assert code.count("UBLKCP") >= 2, f"{entry} does not copy rows by the copy engine"
         else:
             assert re.search(r"LDG\.E\.128|LDG\.E\.[A-Z.]*128", code) or name == "schedule", (
                 f"{entry} copies in small words"
@@ -107,8 +109,9 @@ def check_gemm(entry: str, code: str) -> None:
     assert code.count("HGMMA") > 0, f"{entry} has no wgmma"
     assert code.count("USETMAXREG") == 2, f"{entry}: setmaxnreg was ignored"
     assert not re.search(r"\bF?MMA\b|HMMA", code), f"{entry} multiplies on a slower path"
-    # One wait a k block: between two waits stand the HGMMAs of at least one block.
-    waits = code.count("WARPGROUP.DEPBAR")
+    # One wait a k block: between two waits stand the HGMMAs of at least one block. And one at the end of a tile, one
+    # where there are stores only.
+    waits = code.count("WARPGROUP.DEPBAR") - 2
     assert waits * 4 <= code.count("HGMMA"), f"{entry}: {waits} waits for {code.count('HGMMA')} HGMMA"
 
 

@@ -72,8 +72,13 @@ void bind_cuda(nb::module_& m) {
   m.def("pack_calls", &pack_calls, "programs"_a, "tables"_a, "own"_a, "failures"_a, "timeout_s"_a, "start_timeout_s"_a);
   m.def(
       "pack_launch",
-      [](const RankProgram& program, std::size_t index) { return to_bytes(program.launches.at(index).launch); },
-      "program"_a, "index"_a);
+      [](const RankProgram& program, std::size_t index, int num_comm_ctas, bool has_experts_in_turn) {
+        Launch launch = program.launches.at(index).launch;
+        launch.num_comm_ctas = num_comm_ctas;
+        launch.has_experts_in_turn = has_experts_in_turn;
+        return to_bytes(launch);
+      },
+      "program"_a, "index"_a, "num_comm_ctas"_a = 0, "has_experts_in_turn"_a = false);
   m.def("unpack_failure", &unpack_failure, "failure"_a);
   m.def("struct_sizes", [] {
     nb::dict d;

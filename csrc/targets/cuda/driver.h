@@ -12,16 +12,18 @@
 
 // A kernel goes through the calls of all ranks that live on this GPU (one, between processes), each CTA
 // starting at another one. CTAs are interchangeable: who comes draws the next task.
-#define MOK_KERNEL(name) MOK_KERNEL_OF(name, mok::cuda::kCtasPerSm)
-#define MOK_WIDE_KERNEL(name) MOK_KERNEL_OF(name, 2)  // fewer CTAs an SM: more registers a thread
-#define MOK_KERNEL_OF(name, kCtas)                                                                \
+#define MOK_KERNEL(name) MOK_KERNEL_OF(name, mok::cuda::kCtasPerSm, nullptr)
+#define MOK_WIDE_KERNEL(name) MOK_KERNEL_OF(name, 2, nullptr)  // fewer CTAs an SM: more registers a thread
+#define MOK_COPY_KERNEL(name) MOK_KERNEL_OF(name, mok::cuda::kCtasPerSm, mok::cuda::open_ring())  // uses copy_rows
+#define MOK_KERNEL_OF(name, kCtas, ring_pointer)                                                                \
   MOK_DEVICE void name##_body(const Args& args, const Launch& launch, mok::cuda::Worker& worker); \
   extern "C" __global__ void __launch_bounds__(mok::cuda::kThreads, kCtas)                        \
       mok_##name(const __grid_constant__ CallSet set, const __grid_constant__ Launch launch) {    \
     __shared__ int scratch[4];                                                                    \
+    mok::cuda::Worker worker(scratch, launch.launch_idx, ring_pointer);                           \
     for (int32 i = 0; i < set.num_calls; ++i) {                                                   \
       const Args args(set.calls[(blockIdx.x + i) % set.num_calls]);                               \
-      mok::cuda::Worker worker(scratch, launch.launch_idx);                                       \
+      worker.begin_call();                                                                        \
       name##_body(args, launch, worker);                                                          \
     }                                                                                             \
   }                                                                                               \
