@@ -159,7 +159,7 @@ def _run(args: argparse.Namespace) -> int:
     planted = [faults.parse(text) for text in args.fault]
     workload, group, source = _set_up(args)
     progress = _Progress()
-    progress(f"forward and backward, {_describe(workload)}, mode {args.mode}")
+    progress(f"{_passes(group)}, {_describe(workload)}, mode {args.mode}")
     try:
         with faults.plant(*planted):
             result = run_passes(group, workload, config)
@@ -195,6 +195,11 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if is_ok else 1
 
 
+def _passes(group: LocalGroup) -> str:
+    """What run and ab run there."""
+    return "forward and backward" if group.device == "cpu" else "forward (backward runs on CPU ranks only)"
+
+
 def _trace_of(group: LocalGroup) -> Trace:
     """The trace of the only workspace of a group."""
     return next(iter(group.workspaces.values())).trace()
@@ -210,7 +215,7 @@ def _ab(args: argparse.Namespace) -> int:
     workload, group, _ = _set_up(args)
     progress = _Progress()
     num_rounds = args.iters + 1
-    progress(f"forward and backward, {_describe(workload)}, {len(plans)} plans, {num_rounds} rounds")
+    progress(f"{_passes(group)}, {_describe(workload)}, {len(plans)} plans, {num_rounds} rounds")
     results = run_passes_plans(group, workload, configs, num_rounds)
     by_plan = {str(plan): results[i * num_rounds : (i + 1) * num_rounds] for i, plan in enumerate(plans)}
     progress("comparing bits")

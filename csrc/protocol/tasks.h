@@ -284,8 +284,9 @@ class Tasks {
       while (index >= piece_.first + piece_.num_tasks) next_piece();
       return decode_in_piece(index, task);
     }
-    task->block = launch_.has_experts_in_turn ? block_in_turn(index / num_parts())
-                                              : call.schedule.window_start[first_window_ + window_] + index / num_parts();
+    task->block = launch_.has_experts_in_turn
+                      ? block_in_turn(index / num_parts())
+                      : call.schedule.window_start[first_window_ + window_] + index / num_parts();
     task->part = index % num_parts();
   }
 

@@ -75,8 +75,7 @@ struct DispatchPush {
           const int32 idx = route(call, task, i);
           return call.peer<bf16>(Region::ring_x, call.schedule.route_rank[idx]) + call.schedule.route_row[idx] * width;
         },
-        [&](int32 i) { return call.tensors.x + route(call, task, i) / call.shape.topk * width; },
-        /*are_sources_read_again=*/true);
+        [&](int32 i) { return call.tensors.x + route(call, task, i) / call.shape.topk * width; });
   }
 
   // Rows are pushed in the owners' order, so a task touches a few row blocks; whoever completes this

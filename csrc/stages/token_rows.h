@@ -51,11 +51,13 @@ MOK_DEVICE void quantize_token_rows(const Call& call, Worker& worker, int32 coun
   });
 }
 
-// Rows of H columns: copied, in MXFP8 quantized on the way. A null source: zeros.
+// Rows of H columns: copied, in MXFP8 quantized on the way. A null source: zeros. A token's row is read once for each of
+// its routes.
 template <class Worker, class Dst, class Src>
 MOK_DEVICE void bring_rows(const Call& call, Worker& worker, int32 count, Dst&& dst, Src&& src) {
   const int32 width = call.shape.hidden_size, num_blocks = width / kMxBlock;
-  if (!call.shape.is_mxfp8()) return worker.copy_rows(count, width * int64{sizeof(bf16)}, dst, src, /*are_sources_read_again=*/true);
+  if (!call.shape.is_mxfp8())
+    return worker.copy_rows(count, width * int64{sizeof(bf16)}, dst, src, /*are_sources_read_again=*/true);
   worker.for_each(count * num_blocks, [&](int32 i) {
     const int32 row = i / num_blocks, first = i % num_blocks * 4;
     auto* to = reinterpret_cast<bf16x8*>(dst(row)) + first;

@@ -353,11 +353,11 @@ def run_passes_plans(
     *,
     is_context_recomputed: bool = False,
 ) -> list[PassesResult]:
-    """As run_forward_plans, with a backward after every forward."""
+    """As run_forward_plans, with a backward after every forward where the group's device has one: on the CPU."""
     visits = _visits(len(configs), num_rounds)
 
     def step(member: Any) -> dict[tuple[int, int], _RankResult]:
-        options = {"has_backward": True, "is_context_recomputed": is_context_recomputed}
+        options = {"has_backward": group.device == "cpu", "is_context_recomputed": is_context_recomputed}
         return {visit: _run_rank(member, workload, configs[visit[0]], **options) for visit in visits}
 
     by_rank = _run_group(group, workload, step)

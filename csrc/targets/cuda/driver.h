@@ -15,7 +15,7 @@
 #define MOK_KERNEL(name) MOK_KERNEL_OF(name, mok::cuda::kCtasPerSm, nullptr)
 #define MOK_WIDE_KERNEL(name) MOK_KERNEL_OF(name, 2, nullptr)  // fewer CTAs an SM: more registers a thread
 #define MOK_COPY_KERNEL(name) MOK_KERNEL_OF(name, mok::cuda::kCtasPerSm, mok::cuda::open_ring())  // uses copy_rows
-#define MOK_KERNEL_OF(name, kCtas, ring_pointer)                                                                \
+#define MOK_KERNEL_OF(name, kCtas, ring_pointer)                                                  \
   MOK_DEVICE void name##_body(const Args& args, const Launch& launch, mok::cuda::Worker& worker); \
   extern "C" __global__ void __launch_bounds__(mok::cuda::kThreads, kCtas)                        \
       mok_##name(const __grid_constant__ CallSet set, const __grid_constant__ Launch launch) {    \

@@ -129,7 +129,8 @@ class Worker {
       to = reinterpret_cast<unsigned long long>(dst(warp + lane * kWarps));
       if (to) from = reinterpret_cast<unsigned long long>(src(warp + lane * kWarps));
     }
-    const uint32 copied = __ballot_sync(0xffffffffu, from != 0), cleared = __ballot_sync(0xffffffffu, to != 0 && from == 0);
+    const uint32 copied = __ballot_sync(0xffffffffu, from != 0),
+                 cleared = __ballot_sync(0xffffffffu, to != 0 && from == 0);
     const int32 size = static_cast<int32>(num_bytes);
     copy_chunks(copied, size, to, from, are_sources_read_again);
     for (uint32 rows = cleared; rows != 0; rows &= rows - 1) {
@@ -228,7 +229,8 @@ class Worker {
       const uint32 num = static_cast<uint32>(min_of(kChunkBytes, size - load.offset));
       if (is_first) {
         mbarrier_expect_bytes(full + loaded_.slot * 8, num);
-        bulk_load(chunks + loaded_.slot * kChunkBytes, at, num, full + loaded_.slot * 8, are_sources_read_again ? evict_last() : evict_first());
+        bulk_load(chunks + loaded_.slot * kChunkBytes, at, num, full + loaded_.slot * 8,
+                  are_sources_read_again ? evict_last() : evict_first());
       }
       loaded_.advance();
       load.advance(size);
