@@ -242,9 +242,8 @@ def schedule_sizes(shape: Any, num_routes: int) -> dict[str, int]:
 
 
 def empty_schedule(sizes: Mapping[str, int], device: torch.device) -> MoKSchedule:
-    """A schedule of these sizes, its tensors in one piece of memory."""
-    memory = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)
-    return MoKSchedule(**dict(zip(sizes, memory.split_with_sizes(list(sizes.values())), strict=True)))
+    """A schedule of these sizes. Its tensors share no memory: what an operator returns must not."""
+    return MoKSchedule(**{name: torch.empty(size, dtype=torch.int32, device=device) for name, size in sizes.items()})
 
 
 def empty_context(x: Tensor, num_rows: int, intermediate_size: int, shared_size: int) -> MoKForwardContext:
