@@ -9,6 +9,10 @@
 #include "protocol/arrivals.h"
 #include "protocol/signals.h"
 
+#if !defined(MOK_GROUP_BYTES)
+#define MOK_GROUP_BYTES (30 << 20)
+#endif
+
 namespace mok {
 
 struct Task {
@@ -329,7 +333,8 @@ class Tasks {
   }
 
   // GEMM tasks of a window: expert by expert; inside an expert rows fastest, so that a column tile of weights is read
-  // once. The expert at hand is kept, since the tables cost a dependent load each and tickets come in order.
+  // once. An expert whose rows would not stay in the L2 while its columns go by is done in groups of rows.
+  // The piece at hand is kept, since the tables cost a dependent load each and tickets come in order.
   struct Piece {
     int32 first = 0, num_tasks = 0;  // of the chunk's tasks
     int32 first_block = 0, num_blocks = 0;
@@ -342,9 +347,16 @@ class Tasks {
     piece_.first_block = piece_.first == 0 ? window[0] : piece_.first_block + piece_.num_blocks;
     piece_.expert = schedule.row_block_expert[piece_.first_block];
     const int32 end_block = schedule.segment_start[piece_.expert + 1] / args_.call.shape.row_block();
-    piece_.num_blocks = min_of(window[1], end_block) - piece_.first_block;
+    piece_.num_blocks = num_group_blocks(min_of(window[1], end_block) - piece_.first_block);
     piece_.end_row = schedule.segment_start[piece_.expert] + schedule.segment_num_rows[piece_.expert];
     piece_.num_tasks = piece_.num_blocks * num_parts();
+  }
+  // Row blocks of the next group, of those that are left: about kGroupBytes of the rows' operand, in equal parts.
+  MOK_DEVICE int32 num_group_blocks(int32 num_left) const {
+    const Shape& s = args_.call.shape;
+    const int32 num_k = stage_ == Stage::gate_up || stage_ == Stage::down_dgrad ? s.hidden_size : s.intermediate_size;
+    const int32 wanted = max_of(1, kGroupBytes / (s.row_block() * static_cast<int32>(sizeof(bf16)) * num_k));
+    return ceil_div(num_left, max_of(1, (num_left + wanted / 2) / wanted));
   }
   MOK_DEVICE void decode_in_piece(int32 index, Task* task) const {
     const int32 row_block = args_.call.shape.row_block(), at = index - piece_.first;
@@ -353,6 +365,8 @@ class Tasks {
     task->expert = piece_.expert;
     task->num_rows = max_of(0, min_of(row_block, piece_.end_row - task->block * row_block));
   }
+
+  static constexpr int32 kGroupBytes = MOK_GROUP_BYTES;
 
   const Args& args_;
   const Launch& launch_;

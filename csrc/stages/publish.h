@@ -1,8 +1,8 @@
 // publish: a rank's input becomes readable for its peers: x; in a backward d_output, the router weights, and x if a
 // replay may need it.
 //
-// Every rank publishes, with tokens or without. The input of the last call may be overwritten only
-// when every rank is done with it, so this is where a call waits for the `done` of the one before.
+// Every rank publishes, with tokens or without; one without peers copies nothing in a forward. The input of the last call
+// may be overwritten only when every rank is done with it, so this is where a call waits for the `done` of the one before.
 #pragma once
 
 #include "stages/stage.h"
@@ -39,6 +39,7 @@ struct Publish {
   }
 
   MOK_DEVICE static Cost cost(const Call& call, const Task& task) {
+    if (call.is_input_in_place()) return Cost{call.num_tokens, 0, 0};
     const int64 rows = num_tokens(call, task);
     const int64 matrices = (!call.is_backward() || call.can_replay()) + call.has_dgrad();
     return Cost{rows, 2 * matrices * rows * call.shape.hidden_size * int64{sizeof(bf16)}, 0};
@@ -49,7 +50,7 @@ struct Publish {
   MOK_DEVICE static void publish_rows(const Call& call, Worker& worker, const Task& task, Region region,
                                       const bf16* from) {
     bf16* published = call.at<bf16>(region);
-    if (published == from) return;  // the caller wrote the symmetric buffer itself
+    if (published == from) return;  // the caller wrote the symmetric buffer itself, or there are no peers
     const int64 width = call.shape.hidden_size, first = int64{task.part} * kPublishRows;
     worker.copy_rows(
         num_tokens(call, task), width * sizeof(bf16), [&](int32 i) { return published + (first + i) * width; },

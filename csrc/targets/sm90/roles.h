@@ -166,6 +166,8 @@ class Roles {
         slot.advance();
       }
     });
+    // What this CTA still does takes a tile or two: reduce may come and wait for it, on SMs that become free.
+    let_next_kernel_start();
   }
 
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<RoleWorker>& signals) {

@@ -34,7 +34,7 @@ enum MessageState : int32 {
 };
 
 // Where rows pass through that a communicating warp copies.
-constexpr int kCommChunks = 6, kCommChunkBytes = 2048;
+constexpr int kCommChunks = 7, kCommChunkBytes = 2048;
 constexpr int kCommWarps = 4;  // at most; the rings of a communicating CTA lie where other CTAs have operands
 struct alignas(128) CommRing {
   unsigned char chunks[kCommChunks][kCommChunkBytes];
