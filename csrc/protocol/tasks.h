@@ -32,9 +32,12 @@ MOK_DEVICE bool is_communication(Stage stage) {
          stage == Stage::reverse_combine || stage == Stage::reverse_dispatch;
 }
 
-class Tasks {
+// kMayTakeTurns: this kernel may be launched with has_experts_in_turn. Where it may not, that costs no registers.
+template <bool kMayTakeTurns>
+class TaskSequence {
  public:
-  MOK_DEVICE Tasks(const Args& args, const Launch& launch, Role role) : args_(args), launch_(launch), role_(role) {
+  MOK_DEVICE TaskSequence(const Args& args, const Launch& launch, Role role)
+      : args_(args), launch_(launch), role_(role) {
     const Call& call = args.call;
     phase_ = launch.group == 0 ? kSingle : launch.has_prologue ? kPrologue : kGenerations;
     // Push dispatch and pull combine work for this rank as a source: they have tasks even where it owns no row. So have
@@ -139,8 +142,8 @@ class Tasks {
       }
       window_ = step - 1 - lag(stage_);
       if (window_ < 0 || window_ >= num_windows) continue;
-      if (launch_.has_experts_in_turn && window_ > 0) continue;  // all are in the first one's tasks
-      num_tasks_ = launch_.has_experts_in_turn ? begin_turns(num_windows) : num_window_tasks();
+      if (takes_turns() && window_ > 0) continue;  // all are in the first one's tasks
+      num_tasks_ = takes_turns() ? begin_turns(num_windows) : num_window_tasks();
       return true;
     }
     step_ = 0;
@@ -286,8 +289,8 @@ class Tasks {
       while (index >= piece_.first + piece_.num_tasks) next_piece();
       return decode_in_piece(index, task);
     }
-    task->block = launch_.has_experts_in_turn ? block_in_turn(index / num_parts())
-                                              : call.schedule.window_start[first_window_ + window_] + index / num_parts();
+    task->block = takes_turns() ? block_in_turn(index / num_parts())
+                                : call.schedule.window_start[first_window_ + window_] + index / num_parts();
     task->part = index % num_parts();
   }
 
@@ -299,6 +302,7 @@ class Tasks {
   // Turn t: row block t of every expert that has as many in this generation. An expert's rows are in the order of tokens, so
   // that a token's rows, which are spread over the experts, are read at about the same time: from memory once, then
   // from the cache. (In order of experts they come from memory again; measured in docs/hopper.md.)
+  MOK_DEVICE bool takes_turns() const { return kMayTakeTurns && launch_.has_experts_in_turn; }
   struct Turn {
     int32 idx = 0, first = 0, num_blocks = 0;  // `first`: row blocks of the turns before
     int32 begin_block = 0, end_block = 0;      // of the generation
@@ -382,5 +386,6 @@ class Tasks {
   Piece piece_;
   Turn turn_;
 };
+using Tasks = TaskSequence<false>;
 
 }  // namespace mok

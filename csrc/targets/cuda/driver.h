@@ -46,7 +46,8 @@ MOK_DEVICE bool run_tile(const Args& args, Worker& worker, const TaskOfStage& ta
 }
 
 // The leader's next task, for all threads.
-MOK_DEVICE bool next_task(Tasks& tasks, Worker& worker, Task* task) {
+template <class TasksOfKernel>
+MOK_DEVICE bool next_task(TasksOfKernel& tasks, Worker& worker, Task* task) {
   Task drawn;
   bool has_task = false;
   if (worker.is_leader()) has_task = tasks.next(worker, &drawn);
@@ -56,7 +57,7 @@ MOK_DEVICE bool next_task(Tasks& tasks, Worker& worker, Task* task) {
 // One copy or element stage, or several, in one kernel; stages with matrix products have role loops of their own.
 template <Group kGroup, bool kHasPrologue = false>
 MOK_DEVICE void run_tasks(const Args& args, const Launch& launch, Worker& worker) {
-  Tasks tasks(args, launch, worker.role());
+  TaskSequence<kGroup == group_bit(Stage::dispatch)> tasks(args, launch, worker.role());
   Task task;
   bool is_running = true;
   while (is_running && next_task(tasks, worker, &task)) {

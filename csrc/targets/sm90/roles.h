@@ -117,7 +117,7 @@ class Roles {
     }
     for (int i = 0; i < kTaskSlots; ++i) {
       mbarrier_init(address(&shared_.message_full[i]), 1);
-      mbarrier_init(address(&shared_.message_empty[i]), 2 + 8);  // producer, publisher, consumer warps
+      mbarrier_init(address(&shared_.message_empty[i]), 2 + 256);  // producer, publisher, consumers
     }
     for (int i = 0; i < kTileSlots; ++i) mbarrier_init(address(&shared_.stored[i]), 8);
     mbarrier_init_fence();
