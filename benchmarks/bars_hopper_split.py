@@ -158,10 +158,9 @@ def geometric_mean(values: list[float]) -> float:
 
 
 def copy_bars(copy_rate: float) -> Iterator[Bar]:
-    """dispatch at T = 2048, where x (29 MB) stays in the L2: its rows are read once a route in the order of experts, so
-    beyond the L2's 60 MB most of these reads go to memory again, and `unique` bytes are no floor."""
+    """`unique` bytes: a row is read once from memory, however many routes read it again from the L2."""
     yield from copy_bars_of(2048, ("dispatch",), copy_rate)
-    yield from copy_bars_of(8192, ("combine", "reduce"), copy_rate)
+    yield from copy_bars_of(8192, ("dispatch", "combine", "reduce"), copy_rate)
 
 
 def copy_bars_of(num_tokens: int, stages: tuple[str, ...], copy_rate: float) -> Iterator[Bar]:

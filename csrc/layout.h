@@ -537,6 +537,12 @@ struct Call {
   MOK_DEVICE bool has_dgrad() const { return kind == CallKind::backward || kind == CallKind::backward_dgrad; }
   // A backward runs dispatch and gate_up again for what the context does not hold, if there can be such rows.
   MOK_DEVICE bool can_replay() const { return has_dgrad() && !shape.is_ring_complete(); }
+  // Without peers nobody needs a published copy of x: a forward reads the caller's own tensor in its place.
+  MOK_DEVICE bool is_input_in_place() const { return shape.num_ranks == 1 && !is_backward() && !shape.is_mxfp8_wire(); }
+  void place_input() {
+    if (is_input_in_place() && tensors.x)
+      own[static_cast<int>(Region::x)] = reinterpret_cast<char*>(const_cast<bf16*>(tensors.x));
+  }
   MOK_DEVICE bool share_kernel(Stage a, Stage b) const { return holds(groups[static_cast<int>(a)], b); }
 };
 

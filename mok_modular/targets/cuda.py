@@ -266,7 +266,8 @@ class CudaWorkspace(Launcher, host.SharedWorkspace):
             if function.has_maps:
                 arguments.append(maps)
             num_sms = self._num_sms(config, launch.stream if has_side and not is_last else None)
-            steps.append(_Step(launch.kernel, PackedLaunch(function, arguments, num_sms), is_on_side, is_last))
+            packed = PackedLaunch(function, arguments, num_sms, is_early=is_last and config.plan.is_fused)
+            steps.append(_Step(launch.kernel, packed, is_on_side, is_last))
         return steps
 
     def _enqueue(self, steps: Sequence[_Step], main: torch.cuda.Stream, side: torch.cuda.Stream | None) -> None:

@@ -32,6 +32,7 @@ nb::bytes pack_calls(const std::vector<RankProgram*>& programs, const std::vecto
     call.regions = reinterpret_cast<char* const*>(tables[i]);
     for (int region = 0; region < kNumRegions; ++region)
       call.own[region] = reinterpret_cast<char*>(own[i][static_cast<std::size_t>(region)]);
+    call.place_input();
     call.failure = reinterpret_cast<Failure*>(failures[i]);
     call.timeout_ns = static_cast<Word>(timeout_s * 1e9);
     call.start_timeout_ns = static_cast<Word>(start_timeout_s * 1e9);

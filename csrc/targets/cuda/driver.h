@@ -12,10 +12,11 @@
 
 // A kernel goes through the calls of all ranks that live on this GPU (one, between processes), each CTA
 // starting at another one. CTAs are interchangeable: who comes draws the next task.
-#define MOK_KERNEL(name) MOK_KERNEL_OF(name, mok::cuda::kCtasPerSm, nullptr)
-#define MOK_WIDE_KERNEL(name) MOK_KERNEL_OF(name, 2, nullptr)  // fewer CTAs an SM: more registers a thread
-#define MOK_COPY_KERNEL(name) MOK_KERNEL_OF(name, mok::cuda::kCtasPerSm, mok::cuda::open_ring())  // uses copy_rows
-#define MOK_KERNEL_OF(name, kCtas, ring_pointer)                                                  \
+#define MOK_KERNEL(name) MOK_KERNEL_OF(name, mok::cuda::kCtasPerSm, nullptr, )
+// Fewer CTAs an SM: more registers a thread. Ends after the kernel ahead of it, before whose end it may have started.
+#define MOK_WIDE_KERNEL(name) MOK_KERNEL_OF(name, 2, nullptr, wait_for_kernel_ahead())
+#define MOK_COPY_KERNEL(name) MOK_KERNEL_OF(name, mok::cuda::kCtasPerSm, mok::cuda::open_ring(), )  // uses copy_rows
+#define MOK_KERNEL_OF(name, kCtas, ring_pointer, end)                                             \
   MOK_DEVICE void name##_body(const Args& args, const Launch& launch, mok::cuda::Worker& worker); \
   extern "C" __global__ void __launch_bounds__(mok::cuda::kThreads, kCtas)                        \
       mok_##name(const __grid_constant__ CallSet set, const __grid_constant__ Launch launch) {    \
@@ -26,6 +27,7 @@
       worker.begin_call();                                                                        \
       name##_body(args, launch, worker);                                                          \
     }                                                                                             \
+    end;                                                                                          \
   }                                                                                               \
   MOK_DEVICE void name##_body(const Args& args, const Launch& launch, mok::cuda::Worker& worker)
 
@@ -45,7 +47,8 @@ MOK_DEVICE bool run_tile(const Args& args, Worker& worker, const TaskOfStage& ta
 }
 
 // The leader's next task, for all threads.
-MOK_DEVICE bool next_task(Tasks& tasks, Worker& worker, Task* task) {
+template <class TasksOfKernel>
+MOK_DEVICE bool next_task(TasksOfKernel& tasks, Worker& worker, Task* task) {
   Task drawn;
   bool has_task = false;
   if (worker.is_leader()) has_task = tasks.next(worker, &drawn);
@@ -55,7 +58,7 @@ MOK_DEVICE bool next_task(Tasks& tasks, Worker& worker, Task* task) {
 // One copy or element stage, or several, in one kernel; stages with matrix products have role loops of their own.
 template <Group kGroup, bool kHasPrologue = false>
 MOK_DEVICE void run_tasks(const Args& args, const Launch& launch, Worker& worker) {
-  Tasks tasks(args, launch, worker.role());
+  TaskSequence<kGroup == group_bit(Stage::dispatch)> tasks(args, launch, worker.role());
   Task task;
   bool is_running = true;
   while (is_running && next_task(tasks, worker, &task)) {

@@ -132,12 +132,11 @@ class Worker {
     const uint32 copied = __ballot_sync(0xffffffffu, from != 0),
                  cleared = __ballot_sync(0xffffffffu, to != 0 && from == 0);
     const int32 size = static_cast<int32>(num_bytes);
-    copy_chunks(copied, size, to, from, are_sources_read_again);
     for (uint32 rows = cleared; rows != 0; rows &= rows - 1) {
       bf16x8* row = reinterpret_cast<bf16x8*>(__shfl_sync(0xffffffffu, to, __ffs(static_cast<int>(rows)) - 1));
       for (int32 i = lane; i < size / 16; i += 32) row[i] = bf16x8{};
     }
-    if (lane == 0 && copied != 0) bulk_wait_written();
+    copy_chunks(copied, size, to, from, are_sources_read_again);
   }
 
   // ---- protocol: called by the leader ----
@@ -249,7 +248,7 @@ class Worker {
       store.advance(size);
       if (load.rows != 0) issue();
     }
-    if (is_first) bulk_wait_read<0>();
+    if (is_first) bulk_wait_written();
     __syncwarp();
   }
 

@@ -192,6 +192,7 @@ nb::dict run(Workspace& workspace, std::vector<RankProgram*> programs, const std
     for (LaunchSpec& spec : programs[rank]->launches) spec.swapped = nullptr;
     ranks.back().call.regions = workspace.table(static_cast<int>(rank));
     std::copy_n(ranks.back().call.regions + rank * kNumRegions, kNumRegions, ranks.back().call.own);
+    ranks.back().call.place_input();
   }
   Result result;
   {

@@ -117,7 +117,7 @@ class Roles {
     }
     for (int i = 0; i < kTaskSlots; ++i) {
       mbarrier_init(address(&shared_.message_full[i]), 1);
-      mbarrier_init(address(&shared_.message_empty[i]), 2 + 8);  // producer, publisher, consumer warps
+      mbarrier_init(address(&shared_.message_empty[i]), 2 + 256);  // producer, publisher, consumers
     }
     for (int i = 0; i < kTileSlots; ++i) mbarrier_init(address(&shared_.stored[i]), 8);
     mbarrier_init_fence();
@@ -166,6 +166,8 @@ class Roles {
         slot.advance();
       }
     });
+    // What this CTA still does takes a tile or two: reduce may come and wait for it, on SMs that become free.
+    let_next_kernel_start();
   }
 
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<RoleWorker>& signals) {

@@ -34,7 +34,7 @@ enum MessageState : int32 {
 };
 
 // Where rows pass through that a communicating warp copies.
-constexpr int kCommChunks = 6, kCommChunkBytes = 2048;
+constexpr int kCommChunks = 7, kCommChunkBytes = 2048;
 constexpr int kCommWarps = 4;  // at most; the rings of a communicating CTA lie where other CTAs have operands
 struct alignas(128) CommRing {
   unsigned char chunks[kCommChunks][kCommChunkBytes];
@@ -65,13 +65,13 @@ struct Maps {
   TensorMap maps[kMaxLocalRanks][kNumMatrices];
 };
 
-// The next task, by one thread, or by a warp whose first lane frees the slot.
+// The next task, by one thread or by a warp. Every reader frees the slot for itself.
 template <bool kIsWarp>
 MOK_DEVICE MessageState read_message(Shared& shared, Position<kTaskSlots>& slot, Task* task, GemmTile* tile) {
   mbarrier_wait(smem_address(&shared.message_full[slot.slot]), slot.phase);
   const Message message = shared.messages[slot.slot];
   if (kIsWarp) __syncwarp();
-  if (!kIsWarp || lane_idx() == 0) mbarrier_arrive(smem_address(&shared.message_empty[slot.slot]));
+  mbarrier_arrive(smem_address(&shared.message_empty[slot.slot]));
   slot.advance();
   *task = Task{static_cast<Stage>(message.stage), message.block, message.part, message.expert, message.num_rows};
   *tile = GemmTile{message.expert, message.num_rows, message.first_col, message.num_cols, message.num_k};
