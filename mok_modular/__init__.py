@@ -6,7 +6,7 @@ with the same bits. See README.md for ten lines that run, docs/design.md for how
 
 from mok_modular import functional, reference, stages
 from mok_modular.config import PRESETS, MoEShape, MoKConfig
-from mok_modular.errors import MoKDeadlockError, MoKPeerError, MoKTimeoutError
+from mok_modular.errors import MoKDeadlockError, MoKPeerError, MoKSignalError, MoKTimeoutError
 from mok_modular.functional import MoKForwardContext, MoKSchedule
 from mok_modular.group import LocalGroup, LocalMember
 from mok_modular.layer import MoE
@@ -27,6 +27,7 @@ __all__ = [
     "MoKForwardContext",
     "MoKPeerError",
     "MoKSchedule",
+    "MoKSignalError",
     "MoKTimeoutError",
     "Plan",
     "Routing",

@@ -30,6 +30,7 @@ from mok_modular.testing import MAX_RATIO
 if TYPE_CHECKING:
     from mok_modular.group import LocalGroup
     from mok_modular.testing import PassesResult, StageStats, TensorCheck, Workload
+    from mok_modular.trace import Trace
 
 # Data-flow order, for the list of stages; any other comes behind these.
 _STAGE_FILES = ("schedule", "dispatch", "grouped_gemm", "swiglu", "combine", "reduce", "quantize", "ring")
@@ -76,6 +77,14 @@ def _make_parser() -> _Parser:
     )
     _add_workload_options(run)
     run.add_argument("--mode", default="fused", help="fused, split or a plan string (default: fused)")
+    run.add_argument("--trace", type=Path, metavar="FILE", help="write what every worker did, for ui.perfetto.dev")
+    run.add_argument(
+        "--fault",
+        action="append",
+        default=[],
+        metavar="FAULT",
+        help="plant a fault, such as drop:x_ready,rank=1 (mok_modular.testing.faults); may be given several times",
+    )
     run.set_defaults(command=_run)
 
     ab = commands.add_parser("ab", help="fused against split in one run: times, and whether the bits agree")
@@ -87,6 +96,7 @@ def _make_parser() -> _Parser:
         default="two",
         help="fused and split, or all 16 plans (default: two)",
     )
+    ab.add_argument("--timeline", type=Path, metavar="FILE", help="draw split beside fused (needs matplotlib)")
     ab.set_defaults(command=_ab)
 
     stages = commands.add_parser("stages", help="the stages, their contracts and the active implementation")
@@ -142,13 +152,19 @@ def _add_workload_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from mok_modular.testing import check_passes, run_passes
+    from mok_modular.testing import check_passes, faults, run_passes
 
-    config = MoKConfig(mode=args.mode)
+    config = MoKConfig(mode=args.mode, trace=args.trace is not None)
+    planted = [faults.parse(text) for text in args.fault]
     workload, group, source = _set_up(args)
     progress = _Progress()
     progress(f"forward and backward, {_describe(workload)}, mode {args.mode}")
-    result = run_passes(group, workload, config)
+    try:
+        with faults.plant(*planted):
+            result = run_passes(group, workload, config)
+    finally:
+        if args.trace is not None:
+            _trace_of(group).save(args.trace)
     progress(f"forward took {result.seconds:.3f} s, backward {result.backward_seconds:.3f} s; checking against float64")
     checks = check_passes(workload, result)
     is_ok = all(check.is_ok for check in checks.values())
@@ -178,6 +194,11 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if is_ok else 1
 
 
+def _trace_of(group: LocalGroup) -> Trace:
+    """The trace of the only workspace of a group."""
+    return next(iter(group.workspaces.values())).trace()
+
+
 def _ab(args: argparse.Namespace) -> int:
     from mok_modular.testing import run_passes_plans
 
@@ -200,6 +221,9 @@ def _ab(args: argparse.Namespace) -> int:
     }
     names = sorted(set().union(*differing.values()))
     ratio = medians["split"] / medians["fused"]
+    if args.timeline is not None:
+        _draw_timeline(args)
+        progress(f"wrote {args.timeline}")
     if args.json:
         report: dict[str, Any] = {
             "bits_identical": not names,
@@ -222,6 +246,18 @@ def _ab(args: argparse.Namespace) -> int:
         print()
         print(f"split/fused {ratio:.2f}; bits {_same(names)} over {len(results)} runs")
     return 0 if not names else 1
+
+
+def _draw_timeline(args: argparse.Namespace) -> None:
+    from mok_modular.testing import run_forward
+    from mok_modular.trace import plot
+
+    traces = {}
+    for mode in ("split", "fused"):
+        workload, group, _ = _set_up(args)
+        run_forward(group, workload, MoKConfig(mode=mode, trace=True))
+        traces[mode] = _trace_of(group)
+    plot(traces, args.timeline)
 
 
 def _stages(args: argparse.Namespace) -> int:

@@ -1,5 +1,7 @@
 """What tests, benchmarks and the command line share: inputs, a run of them, and the check against float64."""
 
+from mok_modular.testing import faults
+from mok_modular.testing.contract import ContractReport, check_stage
 from mok_modular.testing.workload import (
     MAX_RATIO,
     ForwardResult,
@@ -18,6 +20,7 @@ from mok_modular.testing.workload import (
 
 __all__ = [
     "MAX_RATIO",
+    "ContractReport",
     "ForwardResult",
     "PassesResult",
     "StageStats",
@@ -25,7 +28,9 @@ __all__ = [
     "Workload",
     "check_forward",
     "check_passes",
+    "check_stage",
     "check_tensors",
+    "faults",
     "run_forward",
     "run_forward_plans",
     "run_passes",

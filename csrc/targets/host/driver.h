@@ -30,8 +30,11 @@ bool run_tile(const Args& args, Worker& worker, const TaskOfStage& task) {
   const long long begin = host::now_ns();
   S::tile(args, worker, task);
   worker.stats(S::kStage).busy_ns += host::now_ns() - begin;
-  worker.count(S::kStage, S::cost(args.call, task));
+  const Cost cost = S::cost(args.call, task);
+  worker.count(S::kStage, cost);
+  worker.trace_work(cost);
   S::publishes(args, task, signals);
+  worker.trace_publish();
   return true;
 }
 
@@ -54,8 +57,11 @@ bool run_gemm(const Args& args, Worker& worker, const Task& task) {
   Signals<Worker> signals(args, worker);
   if (!S::needs(args, task, signals)) return false;
   multiply_tile(args.call, worker, task, S{});
-  worker.count(S::kStage, S::cost(args.call, task));
+  const Cost cost = S::cost(args.call, task);
+  worker.count(S::kStage, cost);
+  worker.trace_work(cost);
   S::publishes(args, task, signals);
+  worker.trace_publish();
   return true;
 }
 
