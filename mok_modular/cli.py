@@ -115,6 +115,9 @@ def _make_parser() -> _Parser:
     build.set_defaults(command=_build)
 
     doctor = commands.add_parser("doctor", help="what is wrong with the installation and how to mend it")
+    doctor.add_argument("--shape", default="tiny", help="of the layer whose memory is told: a preset or H,I,E,K[,S]")
+    doctor.add_argument("--ranks", type=int, default=4, help="ranks of that layer (default: 4)")
+    doctor.add_argument("--tokens", type=int, default=256, help="its tokens a rank (default: 256)")
     doctor.set_defaults(command=_doctor)
 
     for command in (run, ab, stages, build, doctor):
@@ -323,7 +326,12 @@ def _tell(text: str) -> None:
 def _doctor(args: argparse.Namespace) -> int:
     from mok_modular.doctor import examine
 
-    report = examine()
+    shape = parse_shape(args.shape, num_experts=0, topk=0)
+    if args.tokens < 0:
+        raise ValueError(f"--tokens must be at least 0, got {args.tokens}")
+    if args.ranks < 1 or shape.num_experts % args.ranks:
+        raise ValueError(f"--ranks must divide the number of experts, {shape.num_experts}, got {args.ranks}")
+    report = examine(shape, args.ranks, args.tokens)
     if args.json:
         _print_json(report.to_json())
     else:

@@ -414,7 +414,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     assert report["ok"] is True
     assert {"python", "torch", "host target", "host flags", "cpu", "cpu features", "gpus"} <= set(report["facts"])
     assert "kernels for sm_90" in report["facts"]["gpus"]
-    assert "right output" in report["facts"]["forward"]
+    assert "right output" in report["facts"]["layer"]
     (problem,) = [p for p in report["problems"] if "CUDA_" in p["what"]]
     assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in problem["what"]
     assert problem["broken"] is False
@@ -429,7 +429,7 @@ def test_doctor_of_a_broken_installation(capsys: pytest.CaptureFixture[str], mon
     monkeypatch.setattr(mok_modular.doctor, "host_build_info", missing)
     report = run_json(capsys, ["doctor"], exit_code=1)
     assert report["ok"] is False
-    assert "forward" not in report["facts"]
+    assert "layer" not in report["facts"]
     (problem,) = [p for p in report["problems"] if p["broken"]]
     assert problem == {
         "what": "the host extension does not load (no such file)",
@@ -448,13 +448,13 @@ def test_doctor_runs_where_the_extension_is_missing(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "something is broken"
 
 
-def test_doctor_judges_the_forward() -> None:
+def test_doctor_judges_the_layer() -> None:
     def broken() -> bool:
         raise RuntimeError("illegal instruction")
 
     for forward, words in ((broken, "RuntimeError: illegal instruction"), (lambda: False, "wrong output")):
         report = mok_modular.doctor.Report()
-        mok_modular.doctor.check_forward_runs(report, forward)
+        mok_modular.doctor.check_layer_runs(report, forward)
         assert not report.is_ok
         assert words in report.problems[0].what
 
