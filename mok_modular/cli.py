@@ -101,7 +101,10 @@ def _make_parser() -> _Parser:
 
     stages = commands.add_parser("stages", help="the stages, their contracts and the active implementation")
     stages.add_argument(
-        "--only", metavar="NAME", help="run this stage alone on captured routing, against its reference"
+        "--only",
+        choices=REPLAYED,
+        metavar="NAME",
+        help="run this stage alone on captured routing, against its reference",
     )
     stages.add_argument("--dump", type=Path, metavar="DIR", help="with --only: save its results to DIR/NAME.pt")
     _add_capture_options(stages)
