@@ -146,6 +146,9 @@ def test_the_ring_bounds_what_routing_may_bring() -> None:
     halved = estimate(shape, MoKConfig(macrobatch_size=65536), num_ranks=64, num_tokens=4096)
     assert halved.ring * 2 == memory.ring
     assert halved.context < 0.51 * memory.context
+    shown = re.findall(r"\| ([\d.]+) \|$", PAGE[PAGE.index("## Example") :], flags=re.M)
+    sizes_in_order = (memory.workspace, memory.ring, memory.carry, memory.schedule, memory.context)
+    assert shown == [f"{size / 1e9:.2f}" for size in sizes_in_order]
 
 
 def test_wrong_ranks_are_named() -> None:
