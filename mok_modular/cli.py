@@ -111,7 +111,9 @@ def _make_parser() -> _Parser:
     doctor = commands.add_parser("doctor", help="what is wrong with the installation and how to mend it")
     doctor.set_defaults(command=_doctor)
 
-    for command in (run, ab, stages, build, doctor):
+    from mok_modular import cli_look
+
+    for command in (run, ab, stages, build, doctor, *cli_look.add_commands(commands)):
         command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
 
