@@ -128,7 +128,9 @@ def _make_parser() -> _Parser:
     doctor.add_argument("--tokens", type=int, default=256, help="its tokens a rank (default: 256)")
     doctor.set_defaults(command=_doctor)
 
-    for command in (run, ab, stages, build, doctor):
+    from mok_modular import cli_look
+
+    for command in (run, ab, stages, build, doctor, *cli_look.add_commands(commands)):
         command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
 
