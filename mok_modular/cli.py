@@ -149,20 +149,6 @@ def _add_capture_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the inputs and of --order random (default: 0)")
 
 
-def _add_capture_options(parser: argparse.ArgumentParser) -> None:
-    """Which tokens a layer of which size works on."""
-    parser.add_argument("--ranks", type=int, help="ranks in this process (default: the routing's)")
-    parser.add_argument(
-        "--shape",
-        help=f"H,I,E,K[,S] or one of: {', '.join(PRESETS)}; E and K must fit the routing "
-        f"(default: the captured layer's; {DEFAULT_HIDDEN_SIZE},{DEFAULT_INTERMEDIATE_SIZE},E,K,"
-        f"{DEFAULT_SHARED_INTERMEDIATE_SIZE} with the routing's E and K where the capture does not say)",
-    )
-    parser.add_argument("--tokens", type=int, help="tokens of each rank (default: those of the first capture)")
-    parser.add_argument("--routing", type=Path, metavar="FILE", help="captured routing (default: the shipped one)")
-    parser.add_argument("--seed", type=int, default=0, help="of the inputs and of --order random (default: 0)")
-
-
 def _add_workload_options(parser: argparse.ArgumentParser) -> None:
     _add_capture_options(parser)
     parser.add_argument("--device", default="cpu", help="cpu, or the GPU that all ranks share, such as cuda:0")

@@ -19,10 +19,6 @@
 #include "targets/sm90/stage_set.h"
 #include "targets/sm90/wgmma.h"
 
-#ifndef MOK_V_STRIDE
-#define MOK_V_STRIDE 2
-#endif
-
 namespace mok::sm90 {
 
 // The 256 threads of both groups, for element stages.
@@ -111,7 +107,8 @@ class Consumer {
   MOK_DEVICE void multiply(const Call& call, int32 num_blocks) {
     uint32 previous = 0;
     int32 block = 0;
-    const int32 pause = max_of(0, num_blocks / (MOK_V_STRIDE * kSteps) - 1);  // blocks without a step
+    // Steps are spread over the first half of the tile, with `pause` blocks between two: all CTAs store at about the same time.
+    const int32 pause = max_of(0, num_blocks / (2 * kSteps) - 1);
     MOK_UNROLL
     for (int32 step = 0; step < kSteps; ++step) {
       const bool is_there = block < num_blocks;
@@ -119,13 +116,11 @@ class Consumer {
       if (is_pending_) store_step(call, step);
       if (is_there) retire(block, previous);
       ++block;
-#if MOK_V_STRIDE < 100
 #pragma unroll 1
       for (const int32 end = is_pending_ ? min_of(num_blocks, block + pause) : 0; block < end; ++block) {
         issue(block);
         retire(block, previous);
       }
-#endif
     }
     for (; block < num_blocks; ++block) {
       issue(block);
