@@ -35,9 +35,7 @@ class PackedLaunch:
     by signals, for all that it needs of that kernel, and end after it (csrc/targets/cuda/async.h).
     """
 
-    def __init__(
-        self, function: Function, arguments: Sequence[bytes], num_sms: int, *, is_early: bool = False
-    ) -> None:
+    def __init__(self, function: Function, arguments: Sequence[bytes], num_sms: int, *, is_early: bool = False) -> None:
         self._buffers = [ctypes.create_string_buffer(argument, len(argument)) for argument in arguments]
         self._pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(buffer) for buffer in self._buffers])
         self._handle = function.handle
