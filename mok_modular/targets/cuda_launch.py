@@ -31,8 +31,8 @@ MATRICES = (
 class PackedLaunch:
     """A kernel with its arguments in host memory, to be enqueued any number of times (each copies them).
 
-    is_early: it may start when the CTAs of the kernel ahead of it in its stream have little left to do. It must then wait,
-    by signals, for all that it needs of that kernel, and end after it (csrc/targets/cuda/async.h).
+    is_early: it may start when the CTAs of the kernel ahead of it in its stream have little left to do. It must then
+    wait, by signals, for all that it needs of that kernel, and end after it (csrc/targets/cuda/async.h).
     """
 
     def __init__(self, function: Function, arguments: Sequence[bytes], num_sms: int, *, is_early: bool = False) -> None:

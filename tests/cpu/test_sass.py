@@ -154,8 +154,8 @@ def test_persistent_kernel(stages: tuple[str, ...], tmp_path: Path) -> None:
     ((entry, code),) = disassemble(cubin, tmp_path).items()
     assert "CONSTANT" not in "".join(re.findall(r"LDG\S*", code)), f"{entry} reads a region past the acquire"
     check_gemm(entry, code)
-    # The scheduler and the communicator have 72 registers and spill some. The consumers must not: their part is the code
-    # between the two USETMAXREG that holds the products.
+    # The scheduler and the communicator have 72 registers and spill some. The consumers must not: their part is the
+    # code between the two USETMAXREG that holds the products.
     parts = re.split(r"USETMAXREG", code)
     consumer = next(part for part in parts if "HGMMA" in part)
     assert all("HGMMA" not in part for part in parts if part is not consumer)
