@@ -30,8 +30,18 @@ figures: dict[str, Any] = {}
 class Layer:
     """One layer on one GPU rank: weights, a workspace, and calls."""
 
-    def __init__(self, shape: MoEShape, num_experts: int, topk: int, num_tokens: int, mode: str, seed: int = 0) -> None:
-        self.config = MoKConfig(mode=mode)
+    def __init__(
+        self,
+        shape: MoEShape,
+        num_experts: int,
+        topk: int,
+        num_tokens: int,
+        mode: str,
+        seed: int = 0,
+        weights: Layer | None = None,
+        **options: Any,
+    ) -> None:
+        self.config = MoKConfig(mode=mode, **options)
         self.num_experts = num_experts
         self.member = LocalGroup(1, device="cuda:0").members[0]
         generator = torch.Generator("cuda").manual_seed(seed)
@@ -40,9 +50,12 @@ class Layer:
             return torch.randn(*dims, device="cuda", generator=generator, dtype=torch.bfloat16)
 
         hidden, inter = shape.hidden_size, shape.intermediate_size
-        self.w_gate = random(num_experts, inter, hidden) / hidden**0.5
-        self.w_up = random(num_experts, inter, hidden) / hidden**0.5
-        self.w_down = random(num_experts, hidden, inter) / inter**0.5
+        if weights is None:
+            self.w_gate = random(num_experts, inter, hidden) / hidden**0.5
+            self.w_up = random(num_experts, inter, hidden) / hidden**0.5
+            self.w_down = random(num_experts, hidden, inter) / inter**0.5
+        else:  # another layer's
+            self.w_gate, self.w_up, self.w_down = weights.w_gate, weights.w_up, weights.w_down
         self.x = random(num_tokens, hidden)
         self.router_weights = torch.rand(num_tokens, topk, device="cuda", generator=generator)
         self.workspace = functional.create_workspace(

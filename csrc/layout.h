@@ -301,11 +301,12 @@ MOK_DEVICE int64 num_counters(Edge edge, const Shape& s) {
       return 2 * int64{s.max_launches()};
     case Edge::exited:
       return s.max_launches();
+    case Edge::schedule_tickets:
+      return 2;
     case Edge::published:
     case Edge::ids_pushed:
     case Edge::ids_counted:
     case Edge::laid_out:
-    case Edge::schedule_tickets:
     case Edge::schedule_exited:
       return 1;
     default:

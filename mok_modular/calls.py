@@ -90,9 +90,11 @@ MAX_REMEMBERED = 256
 
 
 def call_key(kind: str, workspace: Workspace, config: MoKConfig, tensors: Sequence[Any], *values: Any) -> Any:
-    """Everything that a call's checks look at and its kernels are told, but for what the call allocates itself: where
-    it is the same as before, neither is done again. None where nothing is remembered (on a CPU checks look at values)
-    or an argument is no tensor, which the checks then say."""
+    """Everything that a call's checks look at and its kernels are told, but for what the call allocates itself.
+
+    Where it is the same as before, nothing is checked or packed again. None where nothing is remembered (on a CPU
+    checks look at values), and where an argument is no tensor, which the checks then say.
+    """
     layout = getattr(workspace.shared, "layout", None) if isinstance(workspace, Workspace) else None
     if layout is None or not isinstance(config, MoKConfig):
         return None

@@ -144,6 +144,12 @@ class CudaWorkspace(Launcher, host.SharedWorkspace):
         self.device = get_device(self.torch_device.index or 0)
         self.functions = self.device.functions
         self.ranks = range(group.size())
+        self._load_persistent(config)
+
+    def _load_persistent(self, config: MoKConfig) -> list[Function]:
+        """Those that calls with this config need, compiled and loaded before a kernel can wait for another."""
+        kernels = [kernel_of(group, config.combine == "pull") for group in config.plan.groups]
+        return [self.device.persistent(kernel) for kernel in kernels if isinstance(kernel, int)]
 
     def _make_memory(self) -> Any:
         return CudaMemory(self.num_ranks, self.torch_device)
@@ -266,8 +272,7 @@ class CudaWorkspace(Launcher, host.SharedWorkspace):
             if function.has_maps:
                 arguments.append(maps)
             num_sms = self._num_sms(config, launch.stream if has_side and not is_last else None)
-            packed = PackedLaunch(function, arguments, num_sms, is_early=is_last and config.plan.is_fused)
-            steps.append(_Step(launch.kernel, packed, is_on_side, is_last))
+            steps.append(_Step(launch.kernel, PackedLaunch(function, arguments, num_sms), is_on_side, is_last))
         return steps
 
     def _enqueue(self, steps: Sequence[_Step], main: torch.cuda.Stream, side: torch.cuda.Stream | None) -> None:

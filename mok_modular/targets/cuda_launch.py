@@ -29,42 +29,19 @@ MATRICES = (
 
 
 class PackedLaunch:
-    """A kernel with its arguments in host memory, to be enqueued any number of times (each copies them).
+    """A kernel with its arguments in host memory, to be enqueued any number of times (each copies them)."""
 
-    is_early: it may start when the CTAs of the kernel ahead of it in its stream have little left to do. It must then
-    wait, by signals, for all that it needs of that kernel, and end after it (csrc/targets/cuda/async.h).
-    """
-
-    def __init__(self, function: Function, arguments: Sequence[bytes], num_sms: int, *, is_early: bool = False) -> None:
+    def __init__(self, function: Function, arguments: Sequence[bytes], num_sms: int) -> None:
         self._buffers = [ctypes.create_string_buffer(argument, len(argument)) for argument in arguments]
         self._pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(buffer) for buffer in self._buffers])
-        self._handle = function.handle
+        self._grid = (function.handle, num_sms * function.ctas_per_sm, 1, 1, function.num_threads, 1, 1)
+        self._num_smem_bytes = function.num_smem_bytes
         self._address = ctypes.addressof(self._pointers)
-        self._driver = driver()
-        num_ctas = num_sms * function.ctas_per_sm
-        self._grid = (num_ctas, 1, 1, function.num_threads, 1, 1, function.num_smem_bytes)
-        self._config = _early_config(self._grid) if is_early else None
+        self._enqueue = driver().cuLaunchKernel
 
     def enqueue(self, stream: int) -> None:
         """Behind what is on the stream (a CUstream as an integer)."""
-        if self._config is None:
-            check(self._driver.cuLaunchKernel(self._handle, *self._grid, stream, self._address, 0))
-            return
-        self._config.hStream = stream
-        check(self._driver.cuLaunchKernelEx(self._config, self._handle, self._address, 0))
-
-
-def _early_config(grid: Sequence[int]) -> Any:
-    cu = driver()
-    attribute = cu.CUlaunchAttribute()
-    attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
-    config = cu.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = grid[:3]
-    config.blockDimX, config.blockDimY, config.blockDimZ = grid[3:6]
-    config.sharedMemBytes = grid[6]
-    config.attrs, config.numAttrs = [attribute], 1
-    return config
+        check(self._enqueue(*self._grid, self._num_smem_bytes, stream, self._address, 0))
 
 
 class Launcher:

@@ -55,7 +55,7 @@ class ProcessWorkspace(cuda.CudaWorkspace):
             self.device = cuda_device.get_device(self.torch_device.index or 0)
             with torch.cuda.device(self.torch_device):
                 self.functions = self._load(config.signals)
-                self._warm_up()
+                self._warm_up([*self.functions.values(), *self._load_persistent(config)])
         except Exception as caught:
             error = caught
         group.exchange("loading kernels", error, self._timeout_s)
@@ -88,13 +88,13 @@ class ProcessWorkspace(cuda.CudaWorkspace):
             functions |= loaded
         return functions
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, functions: Iterable[cuda_device.Function]) -> None:
         """Launches every kernel once, for no call: what the driver does at a first launch would make a rank late inside
         a call."""
         sizes = host.extension().struct_sizes()
         empty = [bytes(sizes["CallSet"]), bytes(sizes["Launch"])]
         maps = bytes(128 * cuda_launch.MAX_LOCAL_RANKS * len(cuda_launch.MATRICES))
-        for function in self.functions.values():
+        for function in functions:
             arguments = [*empty, maps] if function.has_maps else empty
             self._launch(function, arguments, torch.cuda.current_stream().cuda_stream, 1)
         torch.cuda.synchronize()

@@ -20,7 +20,7 @@ from mok_modular.plan import STAGES, all_plans, group_mask
 from mok_modular.targets import cuda_device
 
 MAX_REGISTERS = {"copy": 80, "reduce": 128, "gemm": 168}  # reduce: two CTAs an SM
-MAX_SPILL_BYTES = 16  # of a copy kernel's thread that draws tasks; 0 where all threads work
+MAX_SPILL_BYTES = 0
 MAX_SMEM_BYTES = 227 * 1024
 
 
@@ -154,8 +154,8 @@ def test_persistent_kernel(stages: tuple[str, ...], tmp_path: Path) -> None:
     ((entry, code),) = disassemble(cubin, tmp_path).items()
     assert "CONSTANT" not in "".join(re.findall(r"LDG\S*", code)), f"{entry} reads a region past the acquire"
     check_gemm(entry, code)
-    # The scheduler and the communicator have 72 registers and spill some. The consumers must not: their part is the
-    # code between the two USETMAXREG that holds the products.
+    # The scheduler and the communicator have 72 registers and spill some. The consumers must not: their code is what
+    # holds the products, between the two USETMAXREG.
     parts = re.split(r"USETMAXREG", code)
     consumer = next(part for part in parts if "HGMMA" in part)
     assert all("HGMMA" not in part for part in parts if part is not consumer)

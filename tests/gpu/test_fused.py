@@ -143,7 +143,7 @@ class Single:
 
 
 def test_a_wait_that_expires() -> None:
-    """A `done` was lost: the next call ends within its limit, its output is NaN; after a reset the next is right."""
+    """A `done` was lost: the next call ends within its limit with NaN, and after a reset the next is right."""
     single = Single(make_workload([300]), MoKConfig(timeout_s=1, start_timeout_s=1, **SMALL_RING))
     good = single.call()
     single.workspace.check()

@@ -64,13 +64,6 @@ struct Position {
   }
 };
 
-// ---- a kernel that is launched before the one ahead of it in its stream has ended ----
-
-// This CTA needs nothing more before such a kernel may take SMs: it starts when all CTAs have said so, or left.
-MOK_DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-// Until the kernel ahead has ended. Whoever started early ends with this, so that the stream's order holds for what follows.
-MOK_DEVICE void wait_for_kernel_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 // ---- bulk copies: 16-byte aligned, sizes multiples of 16 ----
 
 // How long their lines stay in the L2: a policy of the lines that they touch.

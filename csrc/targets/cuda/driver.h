@@ -13,27 +13,35 @@
 // A kernel goes through the calls of all ranks that live on this GPU (one, between processes), each CTA
 // starting at another one. CTAs are interchangeable: who comes draws the next task.
 #define MOK_KERNEL(name) MOK_KERNEL_OF(name, mok::cuda::kCtasPerSm, nullptr, )
-// Fewer CTAs an SM: more registers a thread. Ends after the kernel ahead of it, before whose end it may have started.
-#define MOK_WIDE_KERNEL(name) MOK_KERNEL_OF(name, 2, nullptr, wait_for_kernel_ahead())
+// name_first of all ranks comes before the rest of any: a rank's rest may wait for every other's first part.
+#define MOK_PUSHING_KERNEL(name)                      \
+  MOK_KERNEL_OF(name, mok::cuda::kCtasPerSm, nullptr, \
+                for_each_call(set, worker, [&](const Args& args) { name##_first(args, launch, worker); }))
+#define MOK_WIDE_KERNEL(name) MOK_KERNEL_OF(name, 2, nullptr, )  // fewer CTAs an SM: more registers a thread
 #define MOK_COPY_KERNEL(name) MOK_KERNEL_OF(name, mok::cuda::kCtasPerSm, mok::cuda::open_ring(), )  // uses copy_rows
-#define MOK_KERNEL_OF(name, kCtas, ring_pointer, end)                                             \
+#define MOK_KERNEL_OF(name, kCtas, ring_pointer, first)                                           \
   MOK_DEVICE void name##_body(const Args& args, const Launch& launch, mok::cuda::Worker& worker); \
   extern "C" __global__ void __launch_bounds__(mok::cuda::kThreads, kCtas)                        \
       mok_##name(const __grid_constant__ CallSet set, const __grid_constant__ Launch launch) {    \
     __shared__ int scratch[4];                                                                    \
     mok::cuda::Worker worker(scratch, launch.launch_idx, ring_pointer);                           \
-    for (int32 i = 0; i < set.num_calls; ++i) {                                                   \
-      const Args args(set.calls[(blockIdx.x + i) % set.num_calls]);                               \
-      worker.begin_call();                                                                        \
-      name##_body(args, launch, worker);                                                          \
-    }                                                                                             \
-    end;                                                                                          \
+    first;                                                                                        \
+    for_each_call(set, worker, [&](const Args& args) { name##_body(args, launch, worker); });     \
   }                                                                                               \
   MOK_DEVICE void name##_body(const Args& args, const Launch& launch, mok::cuda::Worker& worker)
 
 namespace mok {
 
 using cuda::Worker;
+
+template <class F>
+MOK_DEVICE void for_each_call(const CallSet& set, Worker& worker, F&& f) {
+  for (int32 i = 0; i < set.num_calls; ++i) {
+    const Args args(set.calls[(blockIdx.x + i) % set.num_calls]);
+    worker.begin_call();
+    f(args);
+  }
+}
 
 template <class S, class TaskOfStage>
 MOK_DEVICE bool run_tile(const Args& args, Worker& worker, const TaskOfStage& task) {

@@ -17,6 +17,13 @@
 
 #define MOK_WIDE_KERNEL(name) MOK_KERNEL(name)
 #define MOK_COPY_KERNEL(name) MOK_KERNEL(name)
+#define MOK_PUSHING_KERNEL(name)                                                       \
+  void name##_body(const Args& args, const Launch& launch, mok::host::Worker& worker); \
+  void name(const Args& args, const Launch& launch, mok::host::Worker& worker) {       \
+    name##_first(args, launch, worker);                                                \
+    name##_body(args, launch, worker);                                                 \
+  }                                                                                    \
+  void name##_body(const Args& args, const Launch& launch, mok::host::Worker& worker)
 #define MOK_KERNEL(name) void name(const Args& args, const Launch& launch, mok::host::Worker& worker)
 
 namespace mok {

@@ -102,12 +102,20 @@ class Roles {
         run_communication<0>(args, launch, worker);
       });
     }
-    Launch launch = launch_;
-    launch.has_prologue = false;
-    for_each_call([&](int32, const Args& args) {
-      run_communication<kGroup>(args, launch, worker);
-      if (worker.is_leader()) leave_last_group(args, launch, worker);
-    });
+    // A pull waits for what other ranks' products leave, and those for their dispatch: that of all ranks comes first.
+    constexpr bool kMayPullLast = holds(kGroup, Stage::dispatch) && holds(kGroup, Stage::combine);
+    const Shape& shape = set_.calls[0].shape;
+    const int32 num_passes = kMayPullLast && shape.is_pull_combine ? 2 : 1;
+    for (int32 pass = 0; pass < num_passes; ++pass) {
+      Launch launch = launch_;
+      launch.has_prologue = false;
+      if (num_passes == 2) launch.group = pass == 0 ? kGroup & ~group_bit(Stage::combine) : group_bit(Stage::combine);
+      if (pass == 1) launch.launch_idx = shape.max_launches() - 2;  // likewise
+      for_each_call([&](int32, const Args& args) {
+        run_communication<kGroup>(args, launch, worker);
+        if (pass + 1 == num_passes && worker.is_leader()) leave_last_group(args, launch_, worker);
+      });
+    }
   }
 
   MOK_DEVICE void init_barriers() {
@@ -166,8 +174,6 @@ class Roles {
         slot.advance();
       }
     });
-    // What this CTA still does takes a tile or two: reduce may come and wait for it, on SMs that become free.
-    let_next_kernel_start();
   }
 
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<RoleWorker>& signals) {
