@@ -30,8 +30,18 @@ figures: dict[str, Any] = {}
 class Layer:
     """One layer on one GPU rank: weights, a workspace, and calls."""
 
-    def __init__(self, shape: MoEShape, num_experts: int, topk: int, num_tokens: int, mode: str, seed: int = 0) -> None:
-        self.config = MoKConfig(mode=mode)
+    def __init__(
+        self,
+        shape: MoEShape,
+        num_experts: int,
+        topk: int,
+        num_tokens: int,
+        mode: str,
+        seed: int = 0,
+        weights: Layer | None = None,
+        **options: Any,
+    ) -> None:
+        self.config = MoKConfig(mode=mode, **options)
         self.num_experts = num_experts
         self.member = LocalGroup(1, device="cuda:0").members[0]
         generator = torch.Generator("cuda").manual_seed(seed)
@@ -40,9 +50,12 @@ class Layer:
             return torch.randn(*dims, device="cuda", generator=generator, dtype=torch.bfloat16)
 
         hidden, inter = shape.hidden_size, shape.intermediate_size
-        self.w_gate = random(num_experts, inter, hidden) / hidden**0.5
-        self.w_up = random(num_experts, inter, hidden) / hidden**0.5
-        self.w_down = random(num_experts, hidden, inter) / inter**0.5
+        if weights is None:
+            self.w_gate = random(num_experts, inter, hidden) / hidden**0.5
+            self.w_up = random(num_experts, inter, hidden) / hidden**0.5
+            self.w_down = random(num_experts, hidden, inter) / inter**0.5
+        else:  # another layer's
+            self.w_gate, self.w_up, self.w_down = weights.w_gate, weights.w_up, weights.w_down
         self.x = random(num_tokens, hidden)
         self.router_weights = torch.rand(num_tokens, topk, device="cuda", generator=generator)
         self.workspace = functional.create_workspace(
@@ -158,10 +171,9 @@ def geometric_mean(values: list[float]) -> float:
 
 
 def copy_bars(copy_rate: float) -> Iterator[Bar]:
-    """dispatch at T = 2048, where x (29 MB) stays in the L2: its rows are read once a route in the order of experts, so
-    beyond the L2's 60 MB most of these reads go to memory again, and `unique` bytes are no floor."""
+    """`unique` bytes: a row is read once from memory, however many routes read it again from the L2."""
     yield from copy_bars_of(2048, ("dispatch",), copy_rate)
-    yield from copy_bars_of(8192, ("combine", "reduce"), copy_rate)
+    yield from copy_bars_of(8192, ("dispatch", "combine", "reduce"), copy_rate)
 
 
 def copy_bars_of(num_tokens: int, stages: tuple[str, ...], copy_rate: float) -> Iterator[Bar]:

@@ -301,11 +301,12 @@ MOK_DEVICE int64 num_counters(Edge edge, const Shape& s) {
       return 2 * int64{s.max_launches()};
     case Edge::exited:
       return s.max_launches();
+    case Edge::schedule_tickets:
+      return 2;
     case Edge::published:
     case Edge::ids_pushed:
     case Edge::ids_counted:
     case Edge::laid_out:
-    case Edge::schedule_tickets:
     case Edge::schedule_exited:
       return 1;
     default:
@@ -537,6 +538,12 @@ struct Call {
   MOK_DEVICE bool has_dgrad() const { return kind == CallKind::backward || kind == CallKind::backward_dgrad; }
   // A backward runs dispatch and gate_up again for what the context does not hold, if there can be such rows.
   MOK_DEVICE bool can_replay() const { return has_dgrad() && !shape.is_ring_complete(); }
+  // Without peers nobody needs a published copy of x: a forward reads the caller's own tensor in its place.
+  MOK_DEVICE bool is_input_in_place() const { return shape.num_ranks == 1 && !is_backward() && !shape.is_mxfp8_wire(); }
+  void place_input() {
+    if (is_input_in_place() && tensors.x)
+      own[static_cast<int>(Region::x)] = reinterpret_cast<char*>(const_cast<bf16*>(tensors.x));
+  }
   MOK_DEVICE bool share_kernel(Stage a, Stage b) const { return holds(groups[static_cast<int>(a)], b); }
 };
 
@@ -547,7 +554,10 @@ struct Launch {
   int32 launch_idx = 0;          // its ticket and exit counters
   int32 generation = -1;         // counted in launch order; -1: all of them
   bool has_prologue = false;     // publish and the shared expert are tasks of this kernel
+  int32 num_comm_ctas = 0;       // GPU: CTAs that only communicate; 0: spare warps do
   bool is_last_group = false;    // holds the rank's last remote access: sends done when its last worker leaves
+  // A pull dispatch that ends before anybody uses its rows: no windows, the experts in turn (protocol/tasks.h).
+  bool has_experts_in_turn = false;
 };
 
 // On one GPU one grid serves all ranks of a LocalGroup: its workers go through their calls in turn.

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mok_modular.plan import Plan
+from mok_modular.plan import WINDOWED_STAGES, Plan
 
 TARGETS = ("host", "sm_90a")
 """The targets that this version has."""
@@ -89,22 +89,32 @@ def compile_plans(target: str, plans: list[Plan], tell: Callable[[str], None]) -
 
     if target != cuda_device.ARCH:
         raise ValueError(f"target {target!r} is not compiled at run time; {cuda_device.ARCH} is")
-    entries = {"schedule"}
+    wanted: set[str | int] = {"schedule"}
     for plan in plans:
         cuda_device.check_plan(MoKConfig(mode=str(plan)))
-        entries |= {cuda_device.ENTRIES[launch.stages] for launch in plan.launches(1, has_shared=True)}
+        wanted |= {cuda_device.kernel_of(launch.stages) for launch in plan.launches(1, has_shared=True)}
+    kernels = [(kernel, "") for kernel in (*cuda_device.COPY_KERNELS.values(), cuda_device.GEMM_KERNEL)]
+    for mask in sorted(each for each in wanted if isinstance(each, int)):
+        stages = [stage for i, stage in enumerate(WINDOWED_STAGES) if mask >> i & 1]
+        kernels.append((cuda_device.persistent_kernel(mask), "+".join(stages)))
     report = []
-    for kernel in (*cuda_device.COPY_KERNELS.values(), cuda_device.GEMM_KERNEL):
+    for kernel, stages_held in kernels:
         names = [entry.removeprefix("mok_") for entry in kernel.entries]
-        if not entries.intersection(names):
+        if not stages_held and not wanted.intersection(names):
             continue
-        tell(f"{target}: {kernel.source}")
+        tell(f"{target}: {kernel.source}" + (f" ({stages_held})" if stages_held else ""))
         cubin = nvrtc.compile_kernel(cuda_device.ARCH, kernel, cuda_device.DEFINE)
         remarks = _ptxas_remarks(cubin.log)
         report += [
-            CompiledKernel(name, kernel.source, *remarks[f"mok_{name}"], cubin.is_from_cache, str(cubin.path))
+            CompiledKernel(
+                f"persistent {stages_held}" if stages_held else name,
+                kernel.source,
+                *remarks[f"mok_{name}"],
+                cubin.is_from_cache,
+                str(cubin.path),
+            )
             for name in names
-            if name in entries
+            if stages_held or name in wanted
         ]
     return report
 

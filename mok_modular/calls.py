@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from mok_modular.config import MoKConfig
 from mok_modular.errors import MoKPeerError
 from mok_modular.targets import host
 from mok_modular.workspace import Workspace, layout_key
+
+T = TypeVar("T")
 
 ROUTED_WEIGHTS = ("w_routed_gate", "w_routed_up", "w_routed_down")
 SHARED_WEIGHTS = ("w_shared_gate", "w_shared_up", "w_shared_down")
@@ -45,7 +47,7 @@ class MoKSchedule:
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields by name."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
+        return dict(vars(self))
 
     @property
     def num_rows(self) -> int:
@@ -81,6 +83,60 @@ def make_collective(workspace: Workspace, name: str, config: MoKConfig, prepare:
 
     workspace.meet(name, call, act, config.start_timeout_s, is_checked_later=True)
     return results
+
+
+MAX_REMEMBERED = 256
+"""Checked calls of a workspace that are kept, before all are forgotten."""
+
+
+def call_key(kind: str, workspace: Workspace, config: MoKConfig, tensors: Sequence[Any], *values: Any) -> Any:
+    """Everything that a call's checks look at and its kernels are told, but for what the call allocates itself.
+
+    Where it is the same as before, nothing is checked or packed again. None where nothing is remembered (on a CPU
+    checks look at values), and where an argument is no tensor, which the checks then say.
+    """
+    layout = getattr(workspace.shared, "layout", None) if isinstance(workspace, Workspace) else None
+    if layout is None or not isinstance(config, MoKConfig):
+        return None
+    try:
+        places = tuple(
+            None if t is None else (t.data_ptr(), t.shape, t.dtype, t.is_cuda, t.is_contiguous()) for t in tensors
+        )
+        key = (kind, id(config), layout, workspace.num_local_tokens, tuple((type(v), v) for v in values), places)
+        hash(key)
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+    return key
+
+
+def remember(workspace: Workspace, key: Any, checked: Callable[[], T]) -> T:
+    """`checked()`, or what it returned for the same key."""
+    if key is None:
+        return checked()
+    found = workspace.remembered.get(key)
+    if found is None:
+        if len(workspace.remembered) >= MAX_REMEMBERED:
+            workspace.remembered.clear()
+        found = workspace.remembered[key] = checked()  # holds the config whose identity is in the key
+    return cast(T, found)
+
+
+def with_tensors(
+    call: host.Call, workspace: Workspace, schedule: MoKSchedule, tensors: Mapping[str, Tensor | None], key: Any
+) -> host.Call:
+    """A call with its tensors, on the current stream. `key`: of all that its kernels are told, None if not known."""
+    return replace(
+        call,
+        schedule=schedule.tensors(),
+        tensors={name: tensor for name, tensor in tensors.items() if tensor is not None},
+        stream=current_stream(workspace),
+        key=key,
+    )
+
+
+def schedule_fields(schedule: Any) -> tuple[Any, ...]:
+    """The tensors of a schedule; an object that is none makes `call_key` return None."""
+    return tuple(vars(schedule).values()) if isinstance(schedule, MoKSchedule) else (schedule,)
 
 
 def layer_call(
@@ -128,7 +184,7 @@ def layer_call(
 
 def context_tensors(context: MoKForwardContext) -> dict[str, Tensor]:
     """The fields of a context by the names of csrc/layout.h."""
-    return {f"context_{item.name}": getattr(context, item.name) for item in fields(context)}
+    return {f"context_{name}": tensor for name, tensor in vars(context).items()}
 
 
 def keep_pushed_x(config: MoKConfig, workspace: Workspace, schedule: MoKSchedule, context: MoKForwardContext) -> None:
@@ -187,8 +243,8 @@ def schedule_sizes(shape: Any, num_routes: int) -> dict[str, int]:
     }
 
 
-def empty_schedule(shape: Any, num_routes: int, device: torch.device) -> MoKSchedule:
-    sizes = schedule_sizes(shape, num_routes)
+def empty_schedule(sizes: Mapping[str, int], device: torch.device) -> MoKSchedule:
+    """A schedule of these sizes. Its tensors share no memory: what an operator returns must not."""
     return MoKSchedule(**{name: torch.empty(size, dtype=torch.int32, device=device) for name, size in sizes.items()})
 
 

@@ -128,14 +128,16 @@ def _make_parser() -> _Parser:
     doctor.add_argument("--tokens", type=int, default=256, help="its tokens a rank (default: 256)")
     doctor.set_defaults(command=_doctor)
 
-    for command in (run, ab, stages, build, doctor):
+    from mok_modular import cli_look
+
+    for command in (run, ab, stages, build, doctor, *cli_look.add_commands(commands)):
         command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
 
 
 def _add_capture_options(parser: argparse.ArgumentParser) -> None:
     """Which tokens a layer of which size works on."""
-    parser.add_argument("--ranks", type=int, help="CPU ranks in this process (default: the routing's)")
+    parser.add_argument("--ranks", type=int, help="ranks in this process (default: the routing's)")
     parser.add_argument(
         "--shape",
         help=f"H,I,E,K[,S] or one of: {', '.join(PRESETS)}; E and K must fit the routing "
@@ -149,6 +151,7 @@ def _add_capture_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_workload_options(parser: argparse.ArgumentParser) -> None:
     _add_capture_options(parser)
+    parser.add_argument("--device", default="cpu", help="cpu, or the GPU that all ranks share, such as cuda:0")
     parser.add_argument(
         "--precision", choices=PRECISIONS, default="bf16", help="of the routed experts' products (default: bf16)"
     )
@@ -174,7 +177,7 @@ def _run(args: argparse.Namespace) -> int:
     planted = [faults.parse(text) for text in args.fault]
     workload, group, source = _set_up(args)
     progress = _Progress()
-    progress(f"forward and backward, {_describe(workload)}, mode {args.mode}")
+    progress(f"{_passes(group)}, {_describe(workload)}, mode {args.mode}")
     try:
         with faults.plant(*planted):
             result = run_passes(group, workload, config)
@@ -210,6 +213,11 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if is_ok else 1
 
 
+def _passes(group: LocalGroup) -> str:
+    """What run and ab run there."""
+    return "forward and backward" if group.device == "cpu" else "forward (backward runs on CPU ranks only)"
+
+
 def _trace_of(group: LocalGroup) -> Trace:
     """The trace of the only workspace of a group."""
     return next(iter(group.workspaces.values())).trace()
@@ -225,7 +233,7 @@ def _ab(args: argparse.Namespace) -> int:
     workload, group, _ = _set_up(args)
     progress = _Progress()
     num_rounds = args.iters + 1
-    progress(f"forward and backward, {_describe(workload)}, {len(plans)} plans, {num_rounds} rounds")
+    progress(f"{_passes(group)}, {_describe(workload)}, {len(plans)} plans, {num_rounds} rounds")
     results = run_passes_plans(group, workload, configs, num_rounds)
     by_plan = {str(plan): results[i * num_rounds : (i + 1) * num_rounds] for i, plan in enumerate(plans)}
     progress("comparing bits")
@@ -406,8 +414,19 @@ def _set_up(args: argparse.Namespace) -> tuple[Workload, LocalGroup, str]:
     from mok_modular.group import LocalGroup
 
     group = LocalGroup(
-        workload.num_ranks, order=args.order, seed=args.seed, executor=args.executor, num_workers=args.workers
+        workload.num_ranks,
+        device=args.device,
+        order=args.order,
+        seed=args.seed,
+        executor=args.executor,
+        num_workers=args.workers,
     )
+    if group.device != "cpu":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ValueError(f"--device {args.device}: torch sees no NVIDIA GPU")
+        workload = workload.to(group.device)
     return dataclasses.replace(workload, precision=args.precision), group, source
 
 

@@ -23,17 +23,21 @@ from torch import Tensor
 from mok_modular.calls import (
     MoKForwardContext,
     MoKSchedule,
+    call_key,
     check_layer,
     check_ring,
     check_schedule,
     config_agreement,
     context_tensors,
-    current_stream,
     empty_context,
     empty_schedule,
     keep_pushed_x,
     layer_call,
     make_collective,
+    remember,
+    schedule_fields,
+    schedule_sizes,
+    with_tensors,
 )
 from mok_modular.config import MoKConfig
 from mok_modular.functional_backward import (
@@ -80,7 +84,8 @@ def build_schedule(
     capacity with both numbers) on the rank concerned; its peers raise MoKPeerError.
     """
 
-    def prepare() -> tuple[host.Call, MoKSchedule]:
+    def checked() -> tuple[host.Call, dict[str, int]]:
+        """The call, apart from its tensors, and the sizes of the schedule's."""
         ids, num_experts = check_schedule(workspace, config, top_experts, num_local_experts)
         capacity_rows = workspace.shared.capacity_rows(num_experts)
         if capacity_rows >= 2**31:
@@ -90,20 +95,26 @@ def build_schedule(
             )
         shape = workspace.shared.shape(num_experts, capacity_rows, 64)
         check_ring(config, shape)
-        schedule = empty_schedule(shape, ids.numel(), ids.device)
         call = host.Call(
             kind="schedule",
             plan=config.plan,
             num_tokens=ids.shape[0],
             num_local_experts=num_experts,
             capacity_rows=capacity_rows,
-            schedule=schedule.tensors(),
-            tensors={"top_experts": ids},
+            schedule={},
+            tensors={},
             agree={"num_local_experts": num_experts, **config_agreement(workspace, config)},
             config=config,
-            stream=current_stream(workspace),
         )
-        return call, schedule
+        return call, schedule_sizes(shape, ids.numel())
+
+    def prepare() -> tuple[host.Call, MoKSchedule]:
+        key = call_key("schedule", workspace, config, (top_experts,), num_local_experts)
+        call, sizes = remember(workspace, key, checked)
+        ids = top_experts.to(torch.int32)
+        schedule = empty_schedule(sizes, ids.device)
+        places = key and (key, ids.data_ptr(), schedule.peer_rank.data_ptr())
+        return with_tensors(call, workspace, schedule, {"top_experts": ids}, places), schedule
 
     schedule: MoKSchedule = make_collective(workspace, "build_schedule", config, prepare)
     return schedule
@@ -135,24 +146,35 @@ def forward(
     Returns (output [T, H] bf16, context); the context's tensors are empty with save_context=False.
     """
 
+    weights: dict[str, Any] = {
+        "w_shared_gate": w_shared_gate,
+        "w_shared_up": w_shared_up,
+        "w_shared_down": w_shared_down,
+        "w_routed_gate": w_routed_gate,
+        "w_routed_up": w_routed_up,
+        "w_routed_down": w_routed_down,
+    }
+
     def prepare() -> tuple[host.Call, Any]:
-        weights: dict[str, Any] = {
-            "w_shared_gate": w_shared_gate,
-            "w_shared_up": w_shared_up,
-            "w_shared_down": w_shared_down,
-            "w_routed_gate": w_routed_gate,
-            "w_routed_up": w_routed_up,
-            "w_routed_down": w_routed_down,
-        }
-        weights, is_mxfp8 = unpack_forward(weights)
-        sizes = check_layer(workspace, config, schedule, x, router_weights, weights, swiglu_limit, is_mxfp8)
+        unpacked, is_mxfp8 = unpack_forward(weights)
+
+        def checked() -> host.Call:
+            """The call, apart from its tensors."""
+            sizes = check_layer(workspace, config, schedule, x, router_weights, unpacked, swiglu_limit, is_mxfp8)
+            limit = None if swiglu_limit is None else float(swiglu_limit)
+            return layer_call("forward", workspace, config, schedule, sizes, {}, len(x), limit, is_mxfp8)
+
+        # A new schedule's tensors are where the last one's were, as a rule: then nothing is checked or packed again.
+        given = (x, router_weights, *unpacked.values(), *schedule_fields(schedule))
+        key = call_key("forward", workspace, config, given, swiglu_limit)
+        call = remember(workspace, key, checked)
         output = torch.empty_like(x)
         ring_rows = min(config.macrobatch_size, schedule.peer_rank.numel())
-        context = empty_context(x, ring_rows if save_context else 0, *sizes[1:])
-        tensors = weights | context_tensors(context) | {"x": x, "router_weights": router_weights, "output": output}
-        limit = None if swiglu_limit is None else float(swiglu_limit)
-        call = layer_call("forward", workspace, config, schedule, sizes, tensors, len(x), limit, is_mxfp8)
-        return call, (output, context)
+        context = empty_context(x, ring_rows if save_context else 0, call.intermediate_size, call.shared_size)
+        kept = context_tensors(context)
+        tensors = {**unpacked, **kept, "x": x, "router_weights": router_weights, "output": output}
+        places = key and (key, output.data_ptr(), *(tensor.data_ptr() for tensor in kept.values()))
+        return with_tensors(call, workspace, schedule, tensors, places), (output, context)
 
     output, context = make_collective(workspace, "forward", config, prepare)
     keep_pushed_x(config, workspace, schedule, context)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from mok_modular.calls import empty_context, empty_schedule
+from mok_modular.calls import empty_context, empty_schedule, schedule_sizes
 from mok_modular.config import MoEShape, MoKConfig
 from mok_modular.targets.sizes import Sizes
 
@@ -75,7 +75,7 @@ def estimate(
     x = torch.empty(num_tokens, shape.hidden_size, dtype=torch.bfloat16, device=_META)
     num_rows = layout.ring_rows if has_backward else 0
     context = empty_context(x, num_rows, shape.intermediate_size, shape.shared_intermediate_size)
-    schedule = empty_schedule(layout, num_tokens * shape.topk, _META)
+    schedule = empty_schedule(schedule_sizes(layout, num_tokens * shape.topk), _META)
     return Memory(
         regions=dict(layout.region_bytes()),
         schedule=sum(tensor.nbytes for tensor in schedule.tensors().values()),

@@ -59,6 +59,7 @@ class Workspace:
         self.hidden_size = hidden_size
         self.topk = topk
         self.device = torch.device(member.group.device)
+        self.remembered: dict[Any, Any] = {}  # calls whose arguments were checked (calls.remember)
 
     @property
     def x(self) -> Tensor:

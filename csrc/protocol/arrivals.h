@@ -8,7 +8,9 @@ namespace mok {
 MOK_DEVICE int32 num_gate_up_tiles(const Shape& s) { return ceil_div(s.intermediate_size, kGateUpCols); }
 MOK_DEVICE int32 num_down_tiles(const Shape& s) { return ceil_div(s.hidden_size, kDownCols); }
 MOK_DEVICE int32 num_shared_gate_up_tiles(const Shape& s) { return ceil_div(s.shared_size, kGateUpCols); }
-MOK_DEVICE int32 num_publish_tasks(const Call& call) { return max_of(1, ceil_div(call.num_tokens, kPublishRows)); }
+MOK_DEVICE int32 num_publish_tasks(const Call& call) {
+  return call.is_input_in_place() ? 1 : max_of(1, ceil_div(call.num_tokens, kPublishRows));
+}
 MOK_DEVICE int32 num_copy_tasks(const Shape& s) { return s.row_block() / kCopyRows; }
 MOK_DEVICE int32 num_down_dgrad_tiles(const Shape& s) { return ceil_div(s.intermediate_size, kDownCols); }
 MOK_DEVICE int32 num_shared_down_dgrad_tiles(const Shape& s) { return ceil_div(s.shared_size, kDownCols); }

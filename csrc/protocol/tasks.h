@@ -9,6 +9,10 @@
 #include "protocol/arrivals.h"
 #include "protocol/signals.h"
 
+#if !defined(MOK_GROUP_BYTES)
+#define MOK_GROUP_BYTES (30 << 20)
+#endif
+
 namespace mok {
 
 struct Task {
@@ -28,9 +32,12 @@ MOK_DEVICE bool is_communication(Stage stage) {
          stage == Stage::reverse_combine || stage == Stage::reverse_dispatch;
 }
 
-class Tasks {
+// kMayTakeTurns: this kernel may be launched with has_experts_in_turn. Where it may not, that costs no registers.
+template <bool kMayTakeTurns>
+class TaskSequence {
  public:
-  MOK_DEVICE Tasks(const Args& args, const Launch& launch, Role role) : args_(args), launch_(launch), role_(role) {
+  MOK_DEVICE TaskSequence(const Args& args, const Launch& launch, Role role)
+      : args_(args), launch_(launch), role_(role) {
     const Call& call = args.call;
     phase_ = launch.group == 0 ? kSingle : launch.has_prologue ? kPrologue : kGenerations;
     // Push dispatch and pull combine work for this rank as a source: they have tasks even where it owns no row. So have
@@ -135,7 +142,8 @@ class Tasks {
       }
       window_ = step - 1 - lag(stage_);
       if (window_ < 0 || window_ >= num_windows) continue;
-      num_tasks_ = num_window_tasks();
+      if (takes_turns() && window_ > 0) continue;  // all are in the first one's tasks
+      num_tasks_ = takes_turns() ? begin_turns(num_windows) : num_window_tasks();
       return true;
     }
     step_ = 0;
@@ -283,7 +291,8 @@ class Tasks {
       while (index >= piece_.first + piece_.num_tasks) next_piece();
       return decode_in_piece(index, task);
     }
-    task->block = call.schedule.window_start[first_window_ + window_] + index / num_parts();
+    task->block = takes_turns() ? block_in_turn(index / num_parts())
+                                : call.schedule.window_start[first_window_ + window_] + index / num_parts();
     task->part = index % num_parts();
   }
 
@@ -292,8 +301,46 @@ class Tasks {
            stage == Stage::shared_gate_up_dgrad;
   }
 
+  // Turn t: row block t of every expert that has as many in this generation. An expert's rows are in the order of tokens, so
+  // that a token's rows, which are spread over the experts, are read at about the same time: from memory once, then
+  // from the cache. (In order of experts they come from memory again; measured in docs/hopper.md.)
+  MOK_DEVICE bool takes_turns() const { return kMayTakeTurns && launch_.has_experts_in_turn; }
+  struct Turn {
+    int32 idx = 0, first = 0, num_blocks = 0;  // `first`: row blocks of the turns before
+    int32 begin_block = 0, end_block = 0;      // of the generation
+  };
+  MOK_DEVICE int32 begin_turns(int32 num_windows) {
+    const int32* start = args_.call.schedule.window_start + first_window_;
+    turn_ = Turn{0, 0, 0, start[0], start[num_windows]};
+    turn_.num_blocks = num_experts_in_turn(0);
+    return (turn_.end_block - turn_.begin_block) * num_parts();
+  }
+  // The expert's row block of the turn, negative if it has none.
+  MOK_DEVICE int32 block_of_expert(int32 turn, int32 expert) const {
+    const int32* start = args_.call.schedule.segment_start + expert;
+    const int32 rows = args_.call.shape.row_block();
+    const int32 block = max_of(start[0] / rows, turn_.begin_block) + turn;
+    return block < min_of(start[1] / rows, turn_.end_block) ? block : -1;
+  }
+  MOK_DEVICE int32 num_experts_in_turn(int32 turn) const {
+    int32 count = 0;
+    for (int32 expert = 0; expert < args_.call.shape.num_local_experts; ++expert)
+      count += block_of_expert(turn, expert) >= 0;
+    return count;
+  }
+  MOK_DEVICE int32 block_in_turn(int32 index) {
+    while (index >= turn_.first + turn_.num_blocks) {
+      turn_.first += turn_.num_blocks;
+      turn_.num_blocks = num_experts_in_turn(++turn_.idx);
+    }
+    int32 expert = -1, block = -1;
+    for (int32 left = index - turn_.first; left >= 0; left -= block >= 0) block = block_of_expert(turn_.idx, ++expert);
+    return block;
+  }
+
   // GEMM tasks of a window: expert by expert; inside an expert rows fastest, so that a column tile of weights is read
-  // once. The expert at hand is kept, since the tables cost a dependent load each and tickets come in order.
+  // once. An expert whose rows would not stay in the L2 while its columns go by is done in groups of rows.
+  // The piece at hand is kept, since the tables cost a dependent load each and tickets come in order.
   struct Piece {
     int32 first = 0, num_tasks = 0;  // of the chunk's tasks
     int32 first_block = 0, num_blocks = 0;
@@ -306,9 +353,16 @@ class Tasks {
     piece_.first_block = piece_.first == 0 ? window[0] : piece_.first_block + piece_.num_blocks;
     piece_.expert = schedule.row_block_expert[piece_.first_block];
     const int32 end_block = schedule.segment_start[piece_.expert + 1] / args_.call.shape.row_block();
-    piece_.num_blocks = min_of(window[1], end_block) - piece_.first_block;
+    piece_.num_blocks = num_group_blocks(min_of(window[1], end_block) - piece_.first_block);
     piece_.end_row = schedule.segment_start[piece_.expert] + schedule.segment_num_rows[piece_.expert];
     piece_.num_tasks = piece_.num_blocks * num_parts();
+  }
+  // Row blocks of the next group, of those that are left: about kGroupBytes of the rows' operand, in equal parts.
+  MOK_DEVICE int32 num_group_blocks(int32 num_left) const {
+    const Shape& s = args_.call.shape;
+    const int32 num_k = stage_ == Stage::gate_up || stage_ == Stage::down_dgrad ? s.hidden_size : s.intermediate_size;
+    const int32 wanted = max_of(1, kGroupBytes / (s.row_block() * static_cast<int32>(sizeof(bf16)) * num_k));
+    return ceil_div(num_left, max_of(1, (num_left + wanted / 2) / wanted));
   }
   MOK_DEVICE void decode_in_piece(int32 index, Task* task) const {
     const int32 row_block = args_.call.shape.row_block(), at = index - piece_.first;
@@ -317,6 +371,8 @@ class Tasks {
     task->expert = piece_.expert;
     task->num_rows = max_of(0, min_of(row_block, piece_.end_row - task->block * row_block));
   }
+
+  static constexpr int32 kGroupBytes = MOK_GROUP_BYTES;
 
   const Args& args_;
   const Launch& launch_;
@@ -330,6 +386,8 @@ class Tasks {
   int64 chunk_begin_ = 0;
   int32 num_tasks_ = 0;
   Piece piece_;
+  Turn turn_;
 };
+using Tasks = TaskSequence<false>;
 
 }  // namespace mok

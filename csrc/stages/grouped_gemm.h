@@ -8,6 +8,7 @@
 //   planes(call, task)            what the tile leaves behind
 //   element(...)                  accumulators -> BF16, for 32 columns of a row held by the calling lanes
 //   plane_rows(call, task, plane) where the block's rows of a plane start; null where each row is pushed to its source
+//   row_address(...)              where one row goes: there, or to its source
 //   store(...)                    a part of the BF16 tile of a plane -> there, or to the rows' sources
 //   publishes(args, task, signals)
 // Gate and up of the same element meet in one call of `element` (two accumulators), so swiglu is
@@ -84,6 +85,11 @@ struct PlaneList {
   uint32 word = 0;
   MOK_DEVICE PlaneList with(Plane plane) const { return PlaneList{word << 4 | (static_cast<uint32>(plane) + 1)}; }
   MOK_DEVICE bool is_empty() const { return word == 0; }
+  MOK_DEVICE bool has(Plane plane) const {
+    bool is_there = false;
+    for (uint32 rest = word; rest != 0; rest >>= 4) is_there |= (rest & 15u) == static_cast<uint32>(plane) + 1;
+    return is_there;
+  }
   MOK_DEVICE Plane pop() {
     const Plane plane = static_cast<Plane>((word & 15u) - 1);
     word >>= 4;
@@ -99,20 +105,24 @@ struct TilePart {
   int64 pitch;
 };
 
-// Stores a part of a plane's tile to `rows`, where the task's block starts in a matrix of `width` columns; null: each row
-// goes to its source. Padding rows become zeros, except where nobody reads them: behind the last token, and in what is pushed.
+// Where row `row` of a task's block goes: `rows` is where the block starts in a matrix of `width` columns; null: each row
+// goes to its source. Null: nowhere. Padding rows are kept (as zeros) where somebody reads them: not behind the
+// last token, and not in what is pushed.
+MOK_DEVICE bf16* tile_row(const Call& call, const Task& task, bf16* rows, int64 width, int32 row, bool has_padding) {
+  if (row >= task.num_rows && !has_padding) return nullptr;
+  return rows ? rows + row * width : combine_destination(call, int64{task.block} * call.shape.row_block() + row);
+}
+
+// Stores a part of a plane's tile there.
 template <class Worker>
 MOK_DEVICE void store_tile_part(const Call& call, Worker& worker, const Task& task, bf16* rows, const TilePart& part,
                                 int64 width, int32 first_col, bool has_padding) {
-  const int32 end_of_part = part.first_row + part.num_rows;
-  const int32 end = has_padding ? end_of_part : min_of(end_of_part, task.num_rows);
   const int32 num_cols = min_of(part.num_cols, static_cast<int32>(width) - first_col);
-  const int64 first_row = int64{task.block} * call.shape.row_block();
   worker.copy_rows(
-      end - part.first_row, num_cols * int64{sizeof(bf16)},
-      [&](int32 i) {
-        const int64 row = part.first_row + i;
-        return (rows ? rows + row * width : combine_destination(call, first_row + row)) + first_col;
+      part.num_rows, num_cols * int64{sizeof(bf16)},
+      [&](int32 i) -> bf16* {
+        bf16* row = tile_row(call, task, rows, width, part.first_row + i, has_padding);
+        return row ? row + first_col : nullptr;
       },
       [&](int32 i) { return part.first_row + i < task.num_rows ? part.values + i * part.pitch : nullptr; });
 }
@@ -190,6 +200,20 @@ struct GroupedGemm {
     }
   }
 
+  // The planes that `planes` chooses from, for targets that store them in a fixed order.
+  static constexpr int kMaxPlanes = kIsGateUp ? 3 : 1;
+  MOK_DEVICE static Plane plane_at(int32 i) {
+    return !kIsGateUp ? Plane::y : i == 0 ? Plane::hidden : i == 1 ? Plane::gate : Plane::up;
+  }
+  // The accumulator that a plane is, rounded; negative: `rounded_element` makes it of both.
+  MOK_DEVICE static int32 plane_accumulator(Plane plane) {
+    return plane == Plane::hidden ? -1 : plane == Plane::up ? 1 : 0;
+  }
+  // An element of a plane from its rounded accumulators.
+  MOK_DEVICE static bf16 rounded_element(const Call& call, Plane, float acc0, float acc1) {
+    return swiglu(call, acc0, acc1);
+  }
+
   // The calling lanes hold 32 columns of one row; this one holds Lanes::kNum of them.
   template <class Lanes>
   MOK_DEVICE static void element(const Call& call, Plane plane, const float (&acc0)[Lanes::kNum],
@@ -197,7 +221,7 @@ struct GroupedGemm {
     MOK_UNROLL
     for (int32 i = 0; i < Lanes::kNum; ++i) {
       if (plane == Plane::hidden)
-        out[i] = swiglu(call, to_float(to_bf16(acc0[i])), to_float(to_bf16(acc1[i])));
+        out[i] = rounded_element(call, plane, to_float(to_bf16(acc0[i])), to_float(to_bf16(acc1[i])));
       else
         out[i] = to_bf16(plane == Plane::up ? acc1[i] : acc0[i]);
     }
@@ -209,6 +233,11 @@ struct GroupedGemm {
     if constexpr (kStage == Stage::down)
       if (is_combine_in_down(call)) return nullptr;
     return plane_block(call, task, plane);
+  }
+
+  // Where row `row` of the block goes, given plane_rows; null: nowhere.
+  MOK_DEVICE static bf16* row_address(const Call& call, const Task& task, bf16* rows, int32 row) {
+    return tile_row(call, task, rows, width(call), row, !kIsShared && rows);
   }
 
   // Stores a part of a plane's tile to `rows` (of plane_rows).

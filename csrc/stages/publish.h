@@ -1,8 +1,8 @@
 // publish: a rank's input becomes readable for its peers: x; in a backward d_output, the router weights, and x if a
 // replay may need it. Where tokens travel in MXFP8, this is where they are quantized.
 //
-// Every rank publishes, with tokens or without. The input of the last call may be overwritten only
-// when every rank is done with it, so this is where a call waits for the `done` of the one before.
+// Every rank publishes, with tokens or without; one without peers copies nothing in a forward. The input of the last call
+// may be overwritten only when every rank is done with it, so this is where a call waits for the `done` of the one before.
 #pragma once
 
 #include "stages/token_rows.h"
@@ -40,6 +40,7 @@ struct Publish {
   }
 
   MOK_DEVICE static Cost cost(const Call& call, const Task& task) {
+    if (call.is_input_in_place()) return Cost{call.num_tokens, 0, 0};
     const int64 rows = num_tokens(call, task);
     const int64 matrices = (!call.is_backward() || call.can_replay()) + call.has_dgrad();
     return Cost{rows, matrices * token_rows_bytes(call, rows), 0};
@@ -54,7 +55,7 @@ struct Publish {
       return quantize_token_rows(call, worker, num_tokens(call, task), from + first * width,
                                  call.at<char>(region) + first * call.shape.token_row_bytes());
     bf16* published = call.at<bf16>(region);
-    if (published == from) return;  // the caller wrote the symmetric buffer itself
+    if (published == from) return;  // the caller wrote the symmetric buffer itself, or there are no peers
     worker.copy_rows(
         num_tokens(call, task), width * sizeof(bf16), [&](int32 i) { return published + (first + i) * width; },
         [&](int32 i) { return from + (first + i) * width; });

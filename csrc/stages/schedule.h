@@ -1,6 +1,7 @@
 // schedule: from everybody's top-k ids to this rank's table of rows.
 //
-// Four kinds of tasks, in this order of tickets:
+// Four kinds of tasks, in this order, the pushes by tickets of their own: where a kernel serves several ranks, those of
+// all ranks come before anything that waits for them, however few workers there are.
 //   push    a chunk of own ids -> the id region of every rank; the last one says topk_ready
 //   count   (source rank, chunk): a histogram over experts
 //   layout  one task: segments, windows, padding; turns histograms into prefixes
@@ -31,14 +32,15 @@ struct ScheduleStage {
   }
   MOK_DEVICE static int32 num_chunks(const Call& call) { return call.shape.num_ranks * call.shape.chunks_per_rank(); }
 
+  enum class Part : int32 { pushes, rest };
+
   // false: no such ticket.
-  MOK_DEVICE static bool decode(const Call& call, int64 ticket, ScheduleTask* task) {
-    const int32 pushes = num_push(call), chunks = num_chunks(call), per_rank = call.shape.chunks_per_rank();
-    if (ticket < 0 || ticket >= int64{pushes} + 2 * chunks + 1) return false;
+  MOK_DEVICE static bool decode(const Call& call, Part part, int64 ticket, ScheduleTask* task) {
+    const int32 chunks = num_chunks(call), per_rank = call.shape.chunks_per_rank();
+    if (ticket < 0 || ticket >= (part == Part::pushes ? num_push(call) : 2 * chunks + 1)) return false;
     int32 index = static_cast<int32>(ticket);
     *task = ScheduleTask{ScheduleTask::push, call.rank, index};
-    if (index < pushes) return true;
-    index -= pushes;
+    if (part == Part::pushes) return true;
     if (index == chunks) {
       task->kind = ScheduleTask::layout;
       return true;
@@ -237,8 +239,9 @@ struct ScheduleStage {
     schedule.counts[kCountWantedRows] = static_cast<int32>(start);
   }
 
-  // Windows of about a minibatch that end at expert boundaries where they can: a cut expert's weights
-  // are read twice. With signals per minibatch slot, windows are the slots.
+  // Windows of about a minibatch that end at expert boundaries where they can: a cut expert's weights are read twice. So a
+  // window ends with the last expert that it holds as a whole; one that is longer is cut, but for a rest of up to half a
+  // minibatch. With signals per minibatch slot, windows are the slots.
   MOK_DEVICE static void layout_windows(const Call& call) {
     const Shape& s = call.shape;
     const Schedule& schedule = call.schedule;
@@ -250,8 +253,12 @@ struct ScheduleStage {
       while (block < end) {
         int32 next = min_of(block + s.blocks_per_slot(), end);
         if (!s.is_minibatch_grain && next < end) {
-          const int32 boundary = schedule.segment_start[schedule.row_block_expert[next]] / s.row_block();
-          if (boundary > block) next = boundary;
+          const int32* segment = schedule.segment_start + schedule.row_block_expert[next];
+          const int32 begin_block = segment[0] / s.row_block(), end_block = segment[1] / s.row_block();
+          if (begin_block > block)
+            next = begin_block;
+          else if (end_block - block <= s.blocks_per_slot() + s.blocks_per_slot() / 2)
+            next = min_of(end_block, end);
         }
         schedule.window_start[window++] = block;
         block = next;

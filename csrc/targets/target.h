@@ -19,7 +19,7 @@
 #elif defined(MOK_TARGET_SM90)
 #define MOK_DEVICE __device__ __forceinline__
 #define MOK_ROW_BLOCK 128
-#define MOK_TILE_COLS 128
+#define MOK_TILE_COLS 256
 #define MOK_UNROLL _Pragma("unroll")
 #ifndef MOK_MXFP8
 #define MOK_MXFP8 0

@@ -46,21 +46,23 @@ def launch(
     group: LocalGroup | None = None,
 ) -> list[Tensor]:
     """``reference`` by the compiled stage, on the ranks of ``group`` (a fresh LocalGroup if None). ``ys`` are bfloat16
-    on the CPU; no gradients. The kernel leaves the cells of missing routes alone, so they are zeros beforehand.
+    on the CPU or a GPU, where the kernel then runs; no gradients. The kernel leaves the cells of missing routes alone,
+    so they are zeros beforehand.
 
     Raises what ``reference`` raises, and TypeError for another dtype, ValueError for another device.
     """
     _check(ys, schedules, direction)
-    host_stage.check_bfloat16(**{f"ys[{rank}]": y for rank, y in enumerate(ys)})
+    device = host_stage.check_bfloat16(**{f"ys[{rank}]": y for rank, y in enumerate(ys)})
     tables, row_block = kernel_tables(schedules)
     hidden_size = ys[0].shape[1]
-    run = host_stage.StageRun(
+    run = host_stage.open_run(
         "combine",
         tables,
         row_block=row_block,
         num_tokens=[len(s.route_rank) for s in schedules],  # a cell a route: as if K were 1
         hidden_size=hidden_size,
         is_pull_combine=direction == "pull",
+        device=device,
         group=group,
     )
     for rank, (y, s) in enumerate(zip(ys, schedules, strict=True)):

@@ -51,15 +51,16 @@ def launch(
     group: LocalGroup | None = None,
 ) -> list[Tensor]:
     """``reference`` by the compiled stage, on the ranks of ``group`` (a fresh LocalGroup if None). ``xs`` are bfloat16
-    on the CPU; no gradients. A pusher leaves padding rows alone, so for ``push`` they are zeros beforehand.
+    on the CPU or a GPU, where the kernel then runs; no gradients. A pusher leaves padding rows alone, so for ``push``
+    they are zeros beforehand.
 
     Raises what ``reference`` raises, and TypeError for another dtype, ValueError for another device.
     """
     _check(xs, schedules, topk, direction)
-    host_stage.check_bfloat16(**{f"xs[{rank}]": x for rank, x in enumerate(xs)})
+    device = host_stage.check_bfloat16(**{f"xs[{rank}]": x for rank, x in enumerate(xs)})
     tables, row_block = kernel_tables(schedules)
     hidden_size = xs[0].shape[1]
-    run = host_stage.StageRun(
+    run = host_stage.open_run(
         "dispatch",
         tables,
         row_block=row_block,
@@ -67,6 +68,7 @@ def launch(
         topk=topk,
         hidden_size=hidden_size,
         is_push_dispatch=direction == "push",
+        device=device,
         group=group,
     )
     rings = [run.region(rank, "ring_x", hidden_size)[: int(s.segment_start[-1])] for rank, s in enumerate(schedules)]

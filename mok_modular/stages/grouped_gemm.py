@@ -75,8 +75,8 @@ def launch(
     group: LocalGroup | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``reference`` by the compiled stages gate_up (a pair of weights) and down, each alone in its kernel, on the one
-    rank of ``group`` (a fresh LocalGroup if None). All tensors are bfloat16 on the CPU; no gradients. The sums of a
-    row run over k ascending, whatever rows stand beside it.
+    rank of ``group`` (a fresh LocalGroup if None). All tensors are bfloat16 on the CPU or a GPU, where
+    the kernel then runs; no gradients. The sums of a row run over k ascending, whatever rows stand beside it.
 
     Raises what ``reference`` raises, and TypeError for another dtype, ValueError for another device, for Kdim or N
     that is no multiple of 64 and for segments that are not as many row blocks as their rows need.
@@ -85,17 +85,18 @@ def launch(
     weights = _pair(weight) if not isinstance(weight, Tensor) else (weight,)
     for each in weights:
         _check(rows, each, segment_start, segment_num_rows)
-    host_stage.check_bfloat16(rows=rows)
+    device = host_stage.check_bfloat16(rows=rows)
     num_cols, num_k = weights[0].shape[1:]
     host_stage.check_width("Kdim", num_k)
     host_stage.check_width("N", num_cols)
-    run = host_stage.StageRun(
+    run = host_stage.open_run(
         "gate_up" if is_pair else "down",
         [host_stage.segment_tables(segment_start, segment_num_rows, row_block)],
         row_block=row_block,
         num_tokens=[0],
         hidden_size=num_k if is_pair else num_cols,
         intermediate_size=num_cols if is_pair else num_k,
+        device=device,
         group=group,
     )
     num_rows = int(segment_start[-1])

@@ -53,20 +53,20 @@ def launch(
     group: LocalGroup | None = None,
 ) -> Tensor:
     """``reference`` by the compiled stage, on the one rank of ``group`` (a fresh LocalGroup if None). combined and
-    shared are bfloat16 on the CPU with H a multiple of 64, router_weights float32; no gradients. Here the fused
-    multiply-add is a true one.
+    shared are bfloat16 on the CPU or a GPU (where the kernel then runs) with H a multiple of 64, router_weights
+    float32; no gradients. Here the fused multiply-add is a true one.
 
     Raises what ``reference`` raises, and TypeError for another dtype, ValueError for another device or H.
     """
     _check(combined, router_weights, route_mask, shared)
-    host_stage.check_bfloat16(combined=combined)
+    device = host_stage.check_bfloat16(combined=combined)
     num_tokens, topk = router_weights.shape
     hidden_size = combined.shape[1]
     host_stage.check_width("H of combined", hidden_size)
     row_block = host_stage.ROW_BLOCKS[0]
     tables = host_stage.segment_tables(torch.zeros(2, dtype=torch.int32), torch.zeros(1), row_block)
-    tables["route_rank"] = torch.where(route_mask, 0, -1).to(torch.int32).contiguous()
-    run = host_stage.StageRun(
+    tables["route_rank"] = torch.where(route_mask, 0, -1).to(torch.int32).cpu().contiguous()
+    run = host_stage.open_run(
         "reduce",
         [tables],
         row_block=row_block,
@@ -74,12 +74,13 @@ def launch(
         topk=topk,
         hidden_size=hidden_size,
         shared_size=0 if shared is None else 64,  # any: it is the shared expert's result that counts
+        device=device,
         group=group,
     )
     run.fill(0, "combine", combined)
     if shared is not None:
         run.fill(0, "shared_y", shared)
-    output = torch.full((num_tokens, hidden_size), float("nan"), dtype=torch.bfloat16)
+    output = torch.full((num_tokens, hidden_size), float("nan"), dtype=torch.bfloat16, device=device)
     run.launch([{"router_weights": router_weights.detach().contiguous(), "output": output}])
     return output
 

@@ -128,8 +128,12 @@ def launch(
 
     _check(top_experts, num_experts, row_block)
     num_ranks, topk = len(top_experts), top_experts[0].shape[1]
-    config = dataclasses.replace(config or MoKConfig(), row_block=row_block)
-    group = group or LocalGroup(num_ranks)
+    device = top_experts[0].device
+    # Which plan counts for nothing here, but a GPU does not have kernels for all of them.
+    config = dataclasses.replace(
+        config or MoKConfig(mode="split" if device.type == "cuda" else "fused"), row_block=row_block
+    )
+    group = group or LocalGroup(num_ranks, device="cpu" if device.type == "cpu" else str(device))
     if group.size() != num_ranks:
         raise ValueError(f"group has {group.size()} ranks, top_experts is for {num_ranks}")
     num_local_tokens = max(len(ids) for ids in top_experts)

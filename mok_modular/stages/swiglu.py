@@ -54,24 +54,26 @@ def launch(
     group: LocalGroup | None = None,
 ) -> Tensor:
     """``reference`` by the compiled stage, standing alone in its kernel, on the one rank of ``group`` (a fresh
-    LocalGroup if None). gate and up are bfloat16 [..., I] on the CPU with I a multiple of 64; no gradients.
+    LocalGroup if None). gate and up are bfloat16 [..., I] on the CPU or a GPU (where the kernel then runs) with I a
+    multiple of 64; no gradients.
 
     Raises what ``reference`` raises, and TypeError for another dtype, ValueError for another device or I.
     """
     _check(gate, up, limit)
-    host_stage.check_bfloat16(gate=gate, up=up)
+    device = host_stage.check_bfloat16(gate=gate, up=up)
     width = gate.shape[-1] if gate.dim() else 0
     host_stage.check_width("gate's last dimension", width)
     count = gate.numel() // width
     num_used = count if num_rows is None else int(num_rows) * (count // max(1, len(gate)))
     row_block = host_stage.ROW_BLOCKS[0]
     segment_start = torch.tensor([0, -(-count // row_block) * row_block])
-    run = host_stage.StageRun(
+    run = host_stage.open_run(
         "swiglu",
         [host_stage.segment_tables(segment_start, torch.tensor([count]), row_block)],
         row_block=row_block,
         num_tokens=[0],
         intermediate_size=width,
+        device=device,
         group=group,
     )
     for name, tensor in (("ring_gate", gate), ("ring_up", up)):

@@ -75,10 +75,11 @@ def kernel_tables(schedules: Sequence[Tables]) -> tuple[list[dict[str, Tensor]],
     for s in schedules:
         tables = host_stage.segment_tables(s.segment_start, s.segment_num_rows, row_block)
         for name in ("peer_rank", "peer_token_idx", "route_rank", "route_row"):
-            tables[name] = getattr(s, name).to(torch.int32).contiguous()
+            tables[name] = getattr(s, name).cpu().to(torch.int32).contiguous()
         # The order in which a pusher sends: by owner and row there.
-        routes = (s.route_rank >= 0).nonzero().squeeze(1)
-        key = s.route_rank[routes].long() * 2**32 + s.route_row[routes].long()
+        route_rank, route_row = tables["route_rank"], tables["route_row"]
+        routes = (route_rank >= 0).nonzero().squeeze(1)
+        key = route_rank[routes].long() * 2**32 + route_row[routes].long()
         tables["sorted_route"] = routes[key.argsort()].to(torch.int32)
         tables["counts"][2] = len(routes)
         by_rank.append(tables)

@@ -8,9 +8,9 @@ waits for the device. What went wrong there is raised by the next call on the wo
 from __future__ import annotations
 
 import copy
-import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,34 +19,11 @@ from torch import Tensor
 from mok_modular.config import MoKConfig
 from mok_modular.errors import MoKPeerError, MoKTimeoutError
 from mok_modular.targets import host
-from mok_modular.targets.cuda_device import (
-    ENTRIES,
-    Function,
-    check,
-    check_plan,
-    driver,
-    encode_map,
-    get_device,
-)
+from mok_modular.targets.cuda_device import Function, check, check_plan, driver, get_device, kernel_of
+from mok_modular.targets.cuda_launch import MAX_LOCAL_RANKS, Launcher, PackedLaunch
 
-MAX_LOCAL_RANKS = 8
 ZEROED = frozenset({"words", "arrivals", "counters", "epochs", "num_tokens"})
 """Regions that start from zero; the others start full of NaN."""
-
-MATRICES = (
-    "x",
-    "ring_x",
-    "context_x",
-    "ring_hidden",
-    "shared_hidden",
-    "w_routed_gate",
-    "w_routed_up",
-    "w_routed_down",
-    "w_shared_gate",
-    "w_shared_up",
-    "w_shared_down",
-)
-"""The matrices that a product may read, in the order of `Matrix` in csrc/stages/grouped_gemm.h."""
 
 
 class CudaMemory:
@@ -62,6 +39,7 @@ class CudaMemory:
             len(self.regions), host.extension().struct_sizes()["Failure"], dtype=torch.uint8, pin_memory=True
         )
         self._counters_of: Any = None
+        self.layout = 0  # counts the times that regions or counters moved
 
     def reserve(self, shape: Any) -> None:
         """Makes every region large enough; see Workspace::reserve in csrc/targets/host."""
@@ -69,6 +47,11 @@ class CudaMemory:
         for regions in self.regions.values():
             for name, num_bytes in shape.region_bytes().items():
                 if num_bytes > regions.get(name, _NOTHING).numel():
+                    if torch.cuda.is_current_stream_capturing():
+                        raise RuntimeError(
+                            f"the workspace must grow for this call (region {name}): make one such call before a CUDA "
+                            "graph is captured"
+                        )
                     fill = 0 if name in ZEROED else 0xFF
                     regions[name] = torch.full((num_bytes,), fill, dtype=torch.uint8, device=self.device)
                     is_changed = True
@@ -77,8 +60,10 @@ class CudaMemory:
             for regions in self.regions.values():
                 regions["counters"].zero_()
             self._counters_of = counters_of
+            self.layout += 1
         if is_changed or not self.tables:
             self._make_tables(shape)
+            self.layout += 1
 
     def _make_tables(self, shape: Any) -> None:
         names = host.extension().region_names()
@@ -119,24 +104,38 @@ class CudaMemory:
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
+MAX_PACKED = 256
+"""Packed calls that a workspace keeps (about 20 KB each), before all are forgotten."""
 
 
-class CudaWorkspace(host.SharedWorkspace):
+@dataclass(frozen=True)
+class _Step:
+    """A packed launch of a call, and which stream it goes to."""
+
+    kernel: str
+    launch: PackedLaunch
+    is_on_side: bool  # where the call has a side stream
+    is_last: bool
+
+
+class CudaWorkspace(Launcher, host.SharedWorkspace):
     """The memory of a LocalGroup on one GPU."""
 
-    ranks: Sequence[int]  # whose calls run in this process
     functions: Mapping[str, Function]
-    timeout_factor = 1
 
     def __init__(self, group: Any, config: MoKConfig, num_local_tokens: int, hidden_size: int, topk: int) -> None:
         check_plan(config)
         self.torch_device = torch.device(group.device)
-        self._maps: dict[tuple[Any, ...], bytes] = {}
+        Launcher.__init__(self)
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a workspace allocates memory, so create it before a CUDA graph is captured")
+        self._last_end: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None  # of the call before
         self._side: torch.cuda.Stream | None = None
+        self._packed: dict[Any, tuple[int, list[_Step]]] = {}  # by the keys of calls: layout, launches
         self.is_timing = False  # record an event pair around every kernel
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._open(group, config)
-        super().__init__(group, config, num_local_tokens, hidden_size, topk)
+        host.SharedWorkspace.__init__(self, group, config, num_local_tokens, hidden_size, topk)
 
     def _open(self, group: Any, config: MoKConfig) -> None:
         """Compiles and loads the kernels, before there is any memory."""
@@ -145,6 +144,12 @@ class CudaWorkspace(host.SharedWorkspace):
         self.device = get_device(self.torch_device.index or 0)
         self.functions = self.device.functions
         self.ranks = range(group.size())
+        self._load_persistent(config)
+
+    def _load_persistent(self, config: MoKConfig) -> list[Function]:
+        """Those that calls with this config need, compiled and loaded before a kernel can wait for another."""
+        kernels = [kernel_of(group, config.combine == "pull") for group in config.plan.groups]
+        return [self.device.persistent(kernel) for kernel in kernels if isinstance(kernel, int)]
 
     def _make_memory(self) -> Any:
         return CudaMemory(self.num_ranks, self.torch_device)
@@ -201,62 +206,100 @@ class CudaWorkspace(host.SharedWorkspace):
             return [copy.copy(self.failure) for _ in calls]  # every rank's own: notes and tracebacks do not mix
         if any(call.agree != calls[0].agree or call.kind != calls[0].kind for call in calls):
             return [MoKPeerError(host.describe_mismatch(calls)) for _ in calls]
-        try:
-            check_plan(calls[0].config)
-        except ValueError as error:
-            return [copy.copy(error) for _ in calls]
-        first = calls[0]
-        shape = self.shape(first.num_local_experts, first.capacity_rows, first.intermediate_size, first.shared_size)
+        key = tuple(call.key for call in calls)
+        layout, steps = self._packed.get(key, (-1, []))
         with torch.cuda.device(self.torch_device):
-            self.native.reserve(shape)
-            programs = [self._program(rank, call, shape) for rank, call in zip(self.ranks, calls, strict=True)]
+            if layout != self.native.layout:
+                try:
+                    check_plan(calls[0].config)
+                except ValueError as error:
+                    return [copy.copy(error) for _ in calls]
+                steps = self._pack(calls)
+                if None not in key:
+                    if len(self._packed) >= MAX_PACKED:
+                        self._packed.clear()
+                    self._packed[key] = self.native.layout, steps
             # One rank launches for all: behind what each has enqueued on its own stream, before what comes there next.
             main = torch.cuda.current_stream()
             others = [call.stream for call in calls if call.stream is not None and call.stream != main]
             for stream in others:
                 main.wait_stream(stream)
-            self._launch_all(calls, shape, programs)
+            self._wait_for_last_call(main)
+            self._enqueue(steps, main, self._side_stream(calls[0].config, calls[0].kind))
             for stream in others:
                 stream.wait_stream(main)
+            self._note_end(main)
         return [None] * len(calls)
 
-    def _launch_all(self, calls: Sequence[host.Call], shape: Any, programs: Sequence[Any]) -> None:
-        call_set = self._pack_calls(programs, calls[0].config.timeout_s, calls[0].config.start_timeout_s)
-        maps = self._all_maps(calls, shape) if calls[0].kind == "forward" else b""
-        config, main = calls[0].config, torch.cuda.current_stream()
-        # Two streams where communication has SMs of its own. One launch after another in data-flow order on each: a
-        # kernel waits only for kernels launched before it, so any serialisation of the two is right as well.
-        side = self._side_stream(config, calls[0].kind)
+    @property
+    def layout(self) -> int:
+        """Another number whenever regions or counters have moved: what was packed before is void."""
+        return int(self.native.layout)
+
+    def _wait_for_last_call(self, stream: torch.cuda.Stream) -> None:
+        """Two streams on one workspace cannot interleave. (Inside a graph, streams are joined by who captures it.)"""
+        if self._last_end is not None and self._last_end[0] != stream and not torch.cuda.is_current_stream_capturing():
+            stream.wait_event(self._last_end[1])
+
+    def _note_end(self, stream: torch.cuda.Stream) -> None:
+        if not torch.cuda.is_current_stream_capturing():
+            event = torch.cuda.Event() if self._last_end is None else self._last_end[1]
+            event.record(stream)
+            self._last_end = (stream, event)
+
+    def _pack(self, calls: Sequence[host.Call]) -> list[_Step]:
+        """The launches of a call of every rank, with all their arguments."""
+        first = calls[0]
+        config = first.config
+        shape = self.shape(first.num_local_experts, first.capacity_rows, first.intermediate_size, first.shared_size)
+        self.native.reserve(shape)
+        programs = [self._program(rank, call, shape) for rank, call in zip(self.ranks, calls, strict=True)]
+        call_set = self._pack_calls(programs, config.timeout_s, config.start_timeout_s)
+        maps = b""
+        if first.kind == "forward":
+            maps = self._all_maps([call.tensors for call in calls], [call.num_tokens for call in calls], shape)
+        has_side = self._has_side_stream(config, first.kind)
+        steps = []
+        for i, launch in enumerate(host.launches(first, shape)):
+            is_last, is_on_side = launch.kernel == "reduce", has_side and launch.stream == "comm"
+            function = self._function(launch.stages)
+            # Where nothing runs beside it, a dispatch is over before its rows are used: any order will do.
+            is_alone = not has_side and launch.stages == ("dispatch",) and config.dispatch == "pull"
+            arguments = [
+                call_set,
+                host.extension().pack_launch(programs[0], i, config.fwd_num_comm_sms or 0, is_alone),
+            ]
+            if function.has_maps:
+                arguments.append(maps)
+            num_sms = self._num_sms(config, launch.stream if has_side and not is_last else None)
+            steps.append(_Step(launch.kernel, PackedLaunch(function, arguments, num_sms), is_on_side, is_last))
+        return steps
+
+    def _enqueue(self, steps: Sequence[_Step], main: torch.cuda.Stream, side: torch.cuda.Stream | None) -> None:
+        """Two streams where communication has SMs of its own. One launch after another in data-flow order on each: a
+        kernel waits only for kernels launched before it, so any serialisation of the two is right as well."""
         if side is not None:
             side.wait_stream(main)
-        for i, launch in enumerate(host.launches(calls[0], shape)):
-            is_last = launch.kernel == "reduce"
-            if side is not None and is_last:
+        for step in steps:
+            if side is not None and step.is_last:
                 main.wait_stream(side)
-            stream = side if side is not None and launch.stream == "comm" else main
-            function = self.functions[ENTRIES[launch.stages]]
-            arguments = [call_set, host.extension().pack_launch(programs[0], i)]
-            if function.num_smem_bytes:
-                arguments.append(maps)
-            with self._timer(launch.kernel, stream):
-                num_sms = self._num_sms(config, launch.stream if side is not None and not is_last else None)
-                self._launch(function, arguments, stream.cuda_stream, num_sms)
+            stream = side if side is not None and step.is_on_side else main
+            if self.is_timing:
+                with self._timer(step.kernel, stream):
+                    step.launch.enqueue(stream.cuda_stream)
+            else:
+                step.launch.enqueue(stream.cuda_stream)
 
-    def _pack_calls(self, programs: Sequence[Any], timeout_s: float, start_timeout_s: float) -> bytes:
-        names = host.extension().region_names()
-        failures = self.native.failures
-        packed: bytes = host.extension().pack_calls(
-            programs,
-            [table.data_ptr() for table in self.native.tables],
-            [[self.native.address(rank, name) for name in names] for rank in self.ranks],
-            [failures.data_ptr() + i * failures.stride(0) for i in range(len(self.ranks))],
-            timeout_s * self.timeout_factor,
-            start_timeout_s * self.timeout_factor,
-        )
-        return packed
+    def _function(self, stages: tuple[str, ...]) -> Function:
+        kernel = kernel_of(stages, self.config.combine == "pull")
+        return self.functions[kernel] if isinstance(kernel, str) else self.device.persistent(kernel)
+
+    @staticmethod
+    def _has_side_stream(config: MoKConfig, kind: str) -> bool:
+        return config.fwd_num_comm_sms is not None and kind == "forward" and not config.plan.is_fused
 
     def _side_stream(self, config: MoKConfig, kind: str) -> torch.cuda.Stream | None:
-        if config.fwd_num_comm_sms is None or kind != "forward":
+        if not self._has_side_stream(config, kind):
             return None
         if self._side is None:
             self._side = torch.cuda.Stream(self.torch_device)
@@ -270,9 +313,6 @@ class CudaWorkspace(host.SharedWorkspace):
 
     @contextmanager
     def _timer(self, kernel: str, stream: torch.cuda.Stream) -> Iterator[None]:
-        if not self.is_timing:
-            yield
-            return
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record(stream)
         yield
@@ -285,67 +325,6 @@ class CudaWorkspace(host.SharedWorkspace):
         times = [(kernel, begin.elapsed_time(end) * 1e-3) for kernel, begin, end in self._events]
         self._events.clear()
         return times
-
-    def _launch(self, function: Function, arguments: Sequence[bytes], stream: int, num_sms: int) -> None:
-        buffers = [ctypes.create_string_buffer(argument, len(argument)) for argument in arguments]
-        pointers = (ctypes.c_void_p * len(buffers))(*[ctypes.addressof(buffer) for buffer in buffers])
-        num_ctas = num_sms * function.ctas_per_sm
-        check(
-            driver().cuLaunchKernel(
-                function.handle,
-                num_ctas,
-                1,
-                1,
-                function.num_threads,
-                1,
-                1,
-                function.num_smem_bytes,
-                stream,
-                ctypes.addressof(pointers),
-                0,
-            )
-        )
-
-    # ---- tensor maps ----
-
-    def _all_maps(self, calls: Sequence[host.Call], shape: Any) -> bytes:
-        size = 128
-        maps = bytearray(size * MAX_LOCAL_RANKS * len(MATRICES))
-        for index, call in enumerate(calls):
-            for i, (address, dims) in enumerate(self._matrices(self.ranks[index], call, shape)):
-                if address:
-                    at = size * (index * len(MATRICES) + i)
-                    maps[at : at + size] = self._map(address, dims)
-        return bytes(maps)
-
-    def _matrices(self, rank: int, call: host.Call, shape: Any) -> list[tuple[int, tuple[int, ...]]]:
-        """Address and dimensions, innermost first, of every matrix: [rows, k] for A, [experts, cols, k] for B."""
-        hidden, inter, shared = shape.hidden_size, shape.intermediate_size, shape.shared_size
-        rows, experts = shape.ring_rows, shape.num_local_experts
-        at = self.native.address
-        dims: Mapping[str, tuple[int, tuple[int, ...]]] = {
-            "x": (_address(call, "x"), (hidden, max(1, call.num_tokens))),
-            "ring_x": (at(rank, "ring_x"), (hidden, rows)),
-            "context_x": (_address(call, "context_x"), (hidden, rows)),
-            "ring_hidden": (at(rank, "ring_hidden"), (inter, rows)),
-            "shared_hidden": (at(rank, "shared_hidden"), (shared, shape.max_tokens)),
-            "w_routed_gate": (_address(call, "w_routed_gate"), (hidden, inter, experts)),
-            "w_routed_up": (_address(call, "w_routed_up"), (hidden, inter, experts)),
-            "w_routed_down": (_address(call, "w_routed_down"), (inter, hidden, experts)),
-            "w_shared_gate": (_address(call, "w_shared_gate"), (hidden, shared, 1)),
-            "w_shared_up": (_address(call, "w_shared_up"), (hidden, shared, 1)),
-            "w_shared_down": (_address(call, "w_shared_down"), (shared, hidden, 1)),
-        }
-        return [dims[name] if 0 not in dims[name][1] else (0, ()) for name in MATRICES]
-
-    def _map(self, address: int, dims: tuple[int, ...]) -> bytes:
-        """A tensor map of a K-contiguous BF16 matrix with boxes of 64 x 64, cached."""
-        found = self._maps.get((address, dims))
-        if found is None:
-            if len(self._maps) > 4096:  # outputs and contexts move from call to call
-                self._maps.clear()
-            found = self._maps[address, dims] = encode_map(address, dims)
-        return found
 
 
 def copy_to_device(address: int, value: Tensor, stream: torch.cuda.Stream) -> None:
@@ -360,8 +339,3 @@ def open_waits(failures: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for failure in failures
         if failure["is_set"] and failure["reason"] in ("timeout", "aborted") and failure["edge"]
     ]
-
-
-def _address(call: host.Call, name: str) -> int:
-    tensor = call.tensors.get(name)
-    return tensor.data_ptr() if tensor is not None and tensor.numel() else 0

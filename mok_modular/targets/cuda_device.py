@@ -11,16 +11,20 @@ import torch
 
 from mok_modular import nvrtc
 from mok_modular.config import MoKConfig
+from mok_modular.plan import group_mask
 
 ARCH = "sm_90a"
 DEFINE = "MOK_TARGET_SM90"
 COPY_THREADS, COPY_CTAS_PER_SM = 256, 3  # kThreads and kCtasPerSm of csrc/targets/cuda/worker.h
+COPY_RING_BYTES = 65792
+"""Dynamic shared memory of a CTA that copies rows: sizeof(CopyRing) of csrc/targets/cuda/worker.h, asserted there."""
 GEMM_THREADS = 384
-GEMM_SMEM_BYTES = 216320
-"""Dynamic shared memory of a GEMM CTA: sizeof(Shared) of csrc/targets/sm90/roles.h, which asserts that it is enough."""
+GEMM_SMEM_BYTES = 231424
+"""Dynamic shared memory of a GEMM CTA: at least sizeof(Shared) of csrc/targets/sm90/shared.h."""
 
+COPYING = frozenset({"publish", "dispatch", "combine"})
 COPY_KERNELS = {
-    name: nvrtc.Kernel(f"split/{name}.cu", (f"mok_{name}",))
+    name: nvrtc.Kernel(f"split/{name}.cu", (f"mok_{name}",), (f"MOK_COPY_RING_BYTES={COPY_RING_BYTES}",))
     for name in ("schedule", "publish", "dispatch", "swiglu", "combine", "reduce")
 }
 GEMM_KERNEL = nvrtc.Kernel(
@@ -40,26 +44,37 @@ ENTRIES: dict[tuple[str, ...], str] = {
 """The kernel that runs a group of stages: in gate_up+swiglu and down+combine the second lives in the epilogue."""
 
 
+def persistent_kernel(mask: int) -> nvrtc.Kernel:
+    """The kernel that holds the stages of a group mask, compiled when a plan asks for it."""
+    defines = (f"MOK_GEMM_SMEM_BYTES={GEMM_SMEM_BYTES}", f"MOK_GROUP_MASK={mask}")
+    return nvrtc.Kernel("fused/persistent.cu", ("mok_persistent",), defines)
+
+
+def kernel_of(stages: tuple[str, ...], is_pull_combine: bool = False) -> str | int:
+    """What runs the stages of a launch: the name of an entry of a split kernel, or the group mask of a persistent one.
+
+    A combine that pulls has tasks of its own, which the kernel of `down` does not know.
+    """
+    if stages in ENTRIES and not (is_pull_combine and len(stages) > 1 and "combine" in stages):
+        return ENTRIES[stages]
+    return group_mask(stages)
+
+
 def check_plan(config: MoKConfig) -> None:
-    """Raises ValueError for a plan with a group of stages that has no kernel on this target."""
-    for group in config.plan.groups:
-        if group not in ENTRIES or (group == ("down", "combine") and config.combine == "pull"):
-            raise ValueError(
-                f"mode {str(config.plan)!r}: {'+'.join(group)} with combine={config.combine!r} has no kernel on {ARCH} "
-                "in this version; available are the plans that fuse no more than gate_up+swiglu and down+combine"
-            )
+    """Raises ValueError for what this target does not have."""
     if config.row_block not in (None, 128):
         raise ValueError(f"row_block must be 128 on {ARCH}, got {config.row_block}")
 
 
 @dataclass(frozen=True)
 class Function:
-    """A loaded kernel: its CUfunction, threads a CTA, dynamic shared memory, CTAs an SM."""
+    """A loaded kernel: its CUfunction, threads a CTA, dynamic shared memory, CTAs an SM, if it takes tensor maps."""
 
     handle: Any
     num_threads: int
     num_smem_bytes: int
     ctas_per_sm: int
+    has_maps: bool
 
 
 class Device:
@@ -79,6 +94,16 @@ class Device:
             torch.cuda.current_stream()
             torch.zeros(1, device=f"cuda:{index}")  # the primary context exists from here on
             self.functions = self._load()
+        self._persistent: dict[int, Function] = {}
+
+    def persistent(self, mask: int) -> Function:
+        """The loaded kernel of a group mask, compiled now if it is the first time."""
+        if mask not in self._persistent:
+            kernel = persistent_kernel(mask)
+            with torch.cuda.device(self.index):
+                cubin = nvrtc.compile_kernel(ARCH, kernel, DEFINE)
+                self._persistent[mask] = load_kernel(kernel, cubin)[0]["persistent"]
+        return self._persistent[mask]
 
     def _load(self) -> dict[str, Function]:
         functions: dict[str, Function] = {}
@@ -89,20 +114,31 @@ class Device:
 
 def load_kernel(kernel: nvrtc.Kernel, cubin: nvrtc.Cubin) -> tuple[dict[str, Function], Any]:
     """Loads compiled code into the current context: its functions by name, and the CUmodule."""
-    is_gemm = kernel is GEMM_KERNEL
+    is_gemm = any(define.startswith("MOK_GEMM_SMEM_BYTES") for define in kernel.defines)
     functions = {}
     module = check(driver().cuModuleLoadData(cubin.data))
+    attributes = driver().CUfunction_attribute
     for entry in kernel.entries:
+        name = entry.removeprefix("mok_")
         handle = check(driver().cuModuleGetFunction(module, entry.encode()))
-        num_smem_bytes = GEMM_SMEM_BYTES + 1024 if is_gemm else 0  # and room for its alignment
+        num_smem_bytes = (
+            GEMM_SMEM_BYTES + 1024 if is_gemm else COPY_RING_BYTES if name in COPYING else 0
+        )  # GEMM: aligned
         if num_smem_bytes:
-            attribute = driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            check(driver().cuFuncSetAttribute(handle, attribute, num_smem_bytes))
-        functions[entry.removeprefix("mok_")] = Function(
+            check(
+                driver().cuFuncSetAttribute(
+                    handle, attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, num_smem_bytes
+                )
+            )
+            check(
+                driver().cuFuncSetAttribute(handle, attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
+            )
+        functions[name] = Function(
             handle,
             GEMM_THREADS if is_gemm else COPY_THREADS,
             num_smem_bytes,
             1 if is_gemm else COPY_CTAS_PER_SM,
+            is_gemm,
         )
     return functions, module
 

@@ -18,7 +18,7 @@ from mok_modular import device_library, nvrtc, nvshmem
 from mok_modular.config import MoKConfig
 from mok_modular.errors import MoKPeerError, MoKTimeoutError
 from mok_modular.process_group import ProcessRanks
-from mok_modular.targets import cuda, cuda_device, host
+from mok_modular.targets import cuda, cuda_device, cuda_launch, host
 from mok_modular.targets.cuda_symmetric import ProcessMemory
 
 HANDSHAKE = nvrtc.Kernel("split/handshake.cu", ("mok_handshake",))
@@ -55,7 +55,7 @@ class ProcessWorkspace(cuda.CudaWorkspace):
             self.device = cuda_device.get_device(self.torch_device.index or 0)
             with torch.cuda.device(self.torch_device):
                 self.functions = self._load(config.signals)
-                self._warm_up()
+                self._warm_up([*self.functions.values(), *self._load_persistent(config)])
         except Exception as caught:
             error = caught
         group.exchange("loading kernels", error, self._timeout_s)
@@ -88,14 +88,14 @@ class ProcessWorkspace(cuda.CudaWorkspace):
             functions |= loaded
         return functions
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, functions: Iterable[cuda_device.Function]) -> None:
         """Launches every kernel once, for no call: what the driver does at a first launch would make a rank late inside
         a call."""
         sizes = host.extension().struct_sizes()
         empty = [bytes(sizes["CallSet"]), bytes(sizes["Launch"])]
-        maps = bytes(128 * cuda.MAX_LOCAL_RANKS * len(cuda.MATRICES))
-        for function in self.functions.values():
-            arguments = [*empty, maps] if function.num_smem_bytes else empty
+        maps = bytes(128 * cuda_launch.MAX_LOCAL_RANKS * len(cuda_launch.MATRICES))
+        for function in functions:
+            arguments = [*empty, maps] if function.has_maps else empty
             self._launch(function, arguments, torch.cuda.current_stream().cuda_stream, 1)
         torch.cuda.synchronize()
 

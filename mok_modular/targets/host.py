@@ -86,6 +86,7 @@ class Call:
     is_mxfp8: bool = False  # operands of the routed experts
     config: MoKConfig = field(default_factory=MoKConfig)
     stream: torch.cuda.Stream | None = None  # the rank's current one, on a GPU
+    key: Any = None  # of everything that kernels are told: equal keys, equal arguments. None: unknown
 
     @property
     def is_backward(self) -> bool:
@@ -122,6 +123,7 @@ class SharedWorkspace:
         self.lost_signals: list[tuple[str, int, int, int]] = []  # edge, rank, destination rank or -1, index or -1
         self.num_switches = 0
         self.clear_trace()
+        self.signal_uses: set[tuple[str, str, str]] = set()  # stage, edge, wait or publish; of traced calls
         self.has_backward = False  # from the first backward on: room for it
         group.on_interrupt(self)
         self.native.reserve(self.shape(num_local_experts=1, capacity_rows=self.row_block, intermediate_size=64))
@@ -241,6 +243,7 @@ class SharedWorkspace:
             streams = [(launch.kernel, launch.stream) for launch in launches(calls[0], shapes[0])]
             names = extension().stage_names(), extension().edge_names()
             self.trace.add(calls[0].kind, streams, result, *names)
+            self.signal_uses.update(result["uses"])
         if result["reason"] == "ok":
             return [None] * len(calls)
         errors = self._errors(result, calls)

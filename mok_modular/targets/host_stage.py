@@ -24,11 +24,15 @@ _INT32 = torch.int32
 
 
 class StageRun:
-    """The ranks of one launch. `tables` holds every rank's tables of rows (see `segment_tables`), with El local
+    """The ranks of one launch on the host target (on a GPU: cuda_stage.CudaStageRun).
+
+    `tables` holds every rank's tables of rows (see `segment_tables`), with El local
     experts each; a width that the stage does not use may stay 0.
 
     Raises ValueError if `group` has another number of ranks or device, or `row_block` is none that the target has.
     """
+
+    row_blocks: tuple[int, ...] = ROW_BLOCKS
 
     def __init__(
         self,
@@ -53,12 +57,8 @@ class StageRun:
         self.group = group or LocalGroup(len(tables))
         if self.group.size() != len(tables):
             raise ValueError(f"group has {self.group.size()} ranks, the arguments are for {len(tables)}")
-        if self.group.device != "cpu":
-            raise ValueError(
-                f"group must be on the CPU: a stage runs alone on the host target, got {self.group.device}"
-            )
-        if row_block not in ROW_BLOCKS:
-            raise ValueError(f"row_block must be one of {ROW_BLOCKS} here, got {row_block}")
+        if row_block not in self.row_blocks:
+            raise ValueError(f"row_block must be one of {self.row_blocks} here, got {row_block}")
         shape = self.shape = extension().Shape()
         shape.num_ranks = len(tables)
         shape.max_tokens = max(num_tokens)
@@ -75,8 +75,12 @@ class StageRun:
         shape.is_mxfp8 = is_mxfp8
         shape.has_backward = kind != "forward"
         self.kind = kind
-        self.native = extension().Workspace(len(tables))
-        self.native.reserve(shape)
+        self.native = self._make_memory()
+
+    def _make_memory(self) -> Any:
+        memory = extension().Workspace(len(self.tables))
+        memory.reserve(self.shape)
+        return memory
 
     def region(self, rank: int, name: str, width: int) -> Tensor:
         """A region of a rank as bfloat16 [rows, width], shared with the kernel."""
@@ -96,6 +100,18 @@ class StageRun:
         Returns the statistics of the stage by rank: one dict with `num_rows`, `num_bytes`, `flops`, `busy_s`,
         `wait_s`. Raises MoKDeadlockError (on threads MoKTimeoutError) if the stage waits for something after all.
         """
+        programs = self._programs(tensors, swiglu_limit)
+        self.native.satisfy(0)
+        group = self.group
+        is_threads = group.executor == "threads"
+        result = extension().run(self.native, programs, group.order, group.seed, is_threads, 10.0, 10.0)
+        if result["reason"] != "ok":
+            kind = MoKDeadlockError if result["reason"] == "deadlock" else MoKTimeoutError
+            waits = [dict(wait, task=f"{wait['block']}.{wait['part']}") for wait in result["waits"]]
+            raise kind(f"{self.stage} alone: {result['reason']}", waits)
+        return result["stats"]
+
+    def _programs(self, tensors: Sequence[Mapping[str, Tensor]] | None, swiglu_limit: float | None) -> list[Any]:
         programs = []
         for rank, tables in enumerate(self.tables):
             program = extension().Program(
@@ -113,22 +129,38 @@ class StageRun:
             num_workers = self.group.num_workers
             program.add_launch(self.stage, mask, self.stage, -1, False, False, False, 0, num_workers, 0)
             programs.append(program)
-        self.native.satisfy(0)
-        group = self.group
-        is_threads = group.executor == "threads"
-        result = extension().run(self.native, programs, group.order, group.seed, is_threads, 10.0, 10.0)
-        if result["reason"] != "ok":
-            kind = MoKDeadlockError if result["reason"] == "deadlock" else MoKTimeoutError
-            waits = [dict(wait, task=f"{wait['block']}.{wait['part']}") for wait in result["waits"]]
-            raise kind(f"{self.stage} alone: {result['reason']}", waits)
-        return result["stats"]
+        return programs
+
+
+def open_run(
+    stage: str,
+    tables: Sequence[Mapping[str, Tensor]],
+    *,
+    device: torch.device,
+    group: LocalGroup | None = None,
+    **sizes: Any,
+) -> StageRun:
+    """A StageRun where the arguments are, on the CPU or a GPU.
+
+    Raises ValueError if `group` is somewhere else, and what StageRun raises.
+    """
+    group = group or LocalGroup(len(tables), device="cpu" if device.type == "cpu" else str(device))
+    given = torch.device(group.device)
+    if given.type != device.type or (given.index or 0) != (device.index or 0):
+        raise ValueError(f"group must be where the arguments are, on {device}, got {group.device}")
+    if device.type == "cpu":
+        return StageRun(stage, tables, group=group, **sizes)
+    from mok_modular.targets.cuda_stage import CudaStageRun  # needs a driver
+
+    return CudaStageRun(stage, tables, group=group, **sizes)
 
 
 def segment_tables(segment_start: Tensor, segment_num_rows: Tensor, row_block: int) -> dict[str, Tensor]:
-    """What a kernel needs to know of a rank's segments (int32 [El+1] and [El]), in one window.
+    """What a kernel needs to know of a rank's segments (int32 [El+1] and [El]), in one window; on the CPU.
 
     Raises ValueError unless every segment is just as many row blocks as its rows need: no row block is all padding.
     """
+    segment_start, segment_num_rows = segment_start.cpu(), segment_num_rows.cpu()
     starts = torch.nn.functional.pad(
         ((segment_num_rows.long() + row_block - 1) // row_block * row_block).cumsum(0), (1, 0)
     )
@@ -150,13 +182,18 @@ def segment_tables(segment_start: Tensor, segment_num_rows: Tensor, row_block: i
     }
 
 
-def check_bfloat16(**tensors: Tensor) -> None:
-    """Raises TypeError or ValueError that names the argument: kernels take bfloat16 tensors on the CPU."""
+def check_bfloat16(**tensors: Tensor) -> torch.device:
+    """Where the tensors are: on the CPU or one GPU.
+
+    Raises TypeError or ValueError that names the argument: kernels take bfloat16 tensors there.
+    """
+    device = next(iter(tensors.values())).device
     for name, tensor in tensors.items():
         if tensor.dtype != torch.bfloat16:
             raise TypeError(f"{name} must be torch.bfloat16 for the kernel, got {tensor.dtype}")
-        if tensor.device.type != "cpu":
-            raise ValueError(f"{name} must be on the CPU for the host target, got {tensor.device}")
+        if tensor.device.type not in ("cpu", "cuda") or tensor.device != device:
+            raise ValueError(f"{name} must be on the CPU or on one GPU with the other arguments, got {tensor.device}")
+    return device
 
 
 def check_width(name: str, width: int) -> None:

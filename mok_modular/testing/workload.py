@@ -175,6 +175,21 @@ class Workload:
     def num_ranks(self) -> int:
         return len(self.x)
 
+    def to(self, device: str | torch.device) -> Workload:
+        """The same on a device."""
+
+        def move(tensors: Sequence[Tensor]) -> list[Tensor]:
+            return [tensor.to(device) for tensor in tensors]
+
+        weights = Weights(*(None if w is None else w.to(device) for w in vars(self.weights).values()))  # type: ignore[arg-type]
+        return replace(
+            self,
+            x=move(self.x),
+            expert_ids=move(self.expert_ids),
+            router_weights=move(self.router_weights),
+            weights=weights,
+        )
+
     def reference(self, dtype: torch.dtype) -> list[Tensor]:
         """Output of the reference by rank: in float64 the truth, in bfloat16 torch's own rounding (and in mxfp8 its
         quantization, at the library's places)."""
@@ -338,11 +353,11 @@ def run_passes_plans(
     *,
     is_context_recomputed: bool = False,
 ) -> list[PassesResult]:
-    """As run_forward_plans, with a backward after every forward."""
+    """As run_forward_plans, with a backward after every forward where the group's device has one: on the CPU."""
     visits = _visits(len(configs), num_rounds)
 
     def step(member: Any) -> dict[tuple[int, int], _RankResult]:
-        options = {"has_backward": True, "is_context_recomputed": is_context_recomputed}
+        options = {"has_backward": group.device == "cpu", "is_context_recomputed": is_context_recomputed}
         return {visit: _run_rank(member, workload, configs[visit[0]], **options) for visit in visits}
 
     by_rank = _run_group(group, workload, step)
@@ -428,12 +443,15 @@ def _run_rank(
     workspace = functional.get_workspace(
         config,
         member,
-        device="cpu",
         num_local_tokens=max(len(x) for x in workload.x),
         hidden_size=workload.shape.hidden_size,
         topk=workload.shape.topk,
     )
     workspace.clear_stage_stats()
+    is_gpu = workspace.device.type == "cuda"
+    if is_gpu:
+        timed: Any = workspace.shared
+        timed.is_timing = True
     schedule_start_s = time.perf_counter()
     schedule = functional.build_schedule(
         workspace,
@@ -445,9 +463,13 @@ def _run_rank(
     shared = weights.shared_gate, weights.shared_up, weights.shared_down
     routed = weights.routed_gate, weights.routed_up, weights.routed_down
     arguments = (*inputs, *shared, *pack_forward(*routed, workload.precision), workload.swiglu_limit)
+    if is_gpu:
+        workspace.check()
     start_s = time.perf_counter()
     is_saved = has_backward and not is_context_recomputed
     output, context = functional.forward(config, workspace, schedule, *arguments, save_context=is_saved)
+    if is_gpu:
+        workspace.check()
     end_s = backward_start_s = backward_end_s = time.perf_counter()
     gradients: dict[str, Tensor] = {}
     if is_context_recomputed:
@@ -463,9 +485,55 @@ def _run_rank(
         backward_end_s = time.perf_counter()
         names = (f"d_{name}" for name in LayerGradients._fields)
         gradients = {name: part for name, part in zip(names, found, strict=True) if part is not None}
-    return _RankResult(
-        output, gradients, workspace.stage_stats(), schedule_start_s, start_s, end_s, backward_start_s, backward_end_s
-    )
+    stats = _gpu_stats(workspace, workload, config, schedule) if is_gpu else workspace.stage_stats()
+    return _RankResult(output, gradients, stats, schedule_start_s, start_s, end_s, backward_start_s, backward_end_s)
+
+
+def _gpu_stats(workspace: Any, workload: Workload, config: MoKConfig, schedule: Any) -> list[dict[str, Any]]:
+    """What the stages of a call did, with the seconds of their kernels. A kernel serves all ranks: they are rank 0's.
+
+    Rows, bytes and FLOPs are counted here: each operand once. A stage in another one's epilogue has no time of its own.
+    """
+    shape, rank = workload.shape, workspace.member.rank()
+    num_tokens, topk = workload.expert_ids[rank].shape
+    seconds: dict[str, float] = {}
+    if rank == 0:
+        for kernel, time_s in workspace.shared.kernel_times_s():
+            seconds[kernel] = seconds.get(kernel, 0.0) + time_s
+        workspace.shared.is_timing = False
+    rows, experts = int(schedule.segment_num_rows.sum()), int((schedule.segment_num_rows > 0).sum())
+    routes = int((schedule.route_rank >= 0).sum())
+    hidden, inter, shared = shape.hidden_size, shape.intermediate_size, shape.shared_intermediate_size
+    shared_flops = 2 * num_tokens * shared * hidden
+    work = {  # rows, elements of BF16, FLOPs
+        "schedule": (num_tokens * topk, 0, 0),
+        "publish": (num_tokens, 2 * num_tokens * hidden, 0),
+        "shared_gate_up": (num_tokens, num_tokens * (hidden + shared) + 2 * shared * hidden, 2 * shared_flops),
+        "shared_down": (num_tokens, num_tokens * (hidden + shared) + shared * hidden, shared_flops),
+        "dispatch": (rows, 2 * rows * hidden, 0),
+        "gate_up": (rows, rows * (hidden + 2 * inter) + 2 * experts * inter * hidden, 4 * rows * inter * hidden),
+        "swiglu": (rows, 3 * rows * inter, 0),
+        "down": (rows, rows * (hidden + inter) + experts * inter * hidden, 2 * rows * inter * hidden),
+        "combine": (rows, 2 * rows * hidden, 0),
+        "reduce": (num_tokens, (routes + num_tokens) * hidden, 2 * routes * hidden),
+    }  # fmt: skip
+    stats = []
+    for kernel in ["schedule", *(each.kernel for each in config.plan.launches(1, shared > 0))]:
+        for i, name in enumerate(kernel.split("+")):
+            num_rows, elements, flops = work[name]
+            stats.append(
+                {
+                    "name": name,
+                    "pass": "forward",
+                    "kernel": kernel,
+                    "num_rows": num_rows,
+                    "num_bytes": 2 * elements,
+                    "flops": flops,
+                    "busy_s": seconds.get(kernel, 0.0) if i == 0 else 0.0,
+                    "wait_s": 0.0,
+                }
+            )
+    return stats
 
 
 def _merge(ranks: Sequence[_RankResult]) -> ForwardResult:

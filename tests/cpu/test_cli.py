@@ -113,7 +113,6 @@ def run_process(cwd: Path, argv: list[str], exit_code: int = 0) -> subprocess.Co
         (["stages", "--only", "reduce", "--tokens", "-1"], ["--tokens", "-1"]),
         (["ab", "--plans", "some"], ["--plans", "some", "all"]),
         (["build", "--target", "sm_100f"], ["sm_100f", "not available in this version", "host"]),
-        (["build", "--target", "sm_90a", "--fused"], ["fused", "has no kernel on sm_90a", "gate_up+swiglu"]),
         (["build", "--plan", "down|combine"], ["down|combine", "plan"]),
         (["build", "--target", ""], ["''", "not available"]),
     ],

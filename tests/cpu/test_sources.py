@@ -84,6 +84,14 @@ def flags_outside_includes(code: str) -> list[int]:
     return lines_of(r"\b\w*(?:[Ff]used|[Ss]plit|FUSED|SPLIT)\w*\b", code)
 
 
+def reads_without_writes(code: str) -> list[int]:
+    """Bulk waits for reads only, except in the helper itself and where a wait for the writes follows."""
+    code = re.sub(r"void bulk_wait_read\(\) \{[^}]*\}", lambda m: re.sub(r"[^\n]", " ", m.group()), code)
+    found = lines_of(r"\bwait_group(?:\.sync\.aligned)?\.read\b|\btma_store_wait\b|\bbulk_wait_group_read\b", code)
+    last_write = max([0, *lines_of(r"\bbulk_wait_written\(\)", code)])
+    return found + [line for line in lines_of(r"\bbulk_wait_read<", code) if line >= last_write]
+
+
 @dataclass(frozen=True)
 class Rule:
     """`find` gives the lines that break the rule; it holds in `folders` (or all of csrc/) less `exempt`."""
@@ -212,10 +220,18 @@ RULES = [
         folders=("stages", "protocol", "split", "fused"),
     ),
     Rule(
-        "no bulk wait that only waits for reads",
-        matches(r"\bwait_group(?:\.sync\.aligned)?\.read\b|\btma_store_wait\b|\bbulk_wait_group_read\b"),
-        bad=('asm volatile("cp.async.bulk.wait_group.read 0;");', "cute::tma_store_wait<0>();"),
-        good=('asm volatile("cp.async.bulk.wait_group 0;");', "// not wait_group.read"),
+        "a bulk wait for reads is followed by one for writes",
+        reads_without_writes,
+        bad=(
+            'asm volatile("cp.async.bulk.wait_group.read 0;");',
+            "cute::tma_store_wait<0>();",
+            "bulk_wait_written();\nbulk_wait_read<0>();\npublish();",
+        ),
+        good=(
+            'asm volatile("cp.async.bulk.wait_group 0;");',
+            "// not wait_group.read",
+            "bulk_wait_read<1>();\nbulk_wait_written();",
+        ),
     ),
 ]
 

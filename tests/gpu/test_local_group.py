@@ -1,7 +1,4 @@
-"""Ranks of one GPU: the split forward and its partial plans against float64, bit for bit among themselves.
-
-Skipped where there is no GPU of compute capability 9.0.
-"""
+"""Ranks of one GPU: the split forward and its partial plans against float64, bit for bit among themselves."""
 
 from __future__ import annotations
 
@@ -15,18 +12,6 @@ from torch import Tensor
 
 from mok_modular import LocalGroup, MoKConfig, MoKTimeoutError, functional
 from mok_modular.reference import moe
-
-
-def why_not() -> str:
-    """Why this machine cannot run the tests, "" if it can."""
-    if not torch.cuda.is_available():
-        return "torch sees no NVIDIA GPU"
-    if torch.cuda.get_device_capability() != (9, 0):
-        return "kernels exist for sm_90a only"
-    return ""
-
-
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "can run")
 
 PLANS = ("split", "dispatch|gate_up+swiglu|down|combine", "dispatch|gate_up+swiglu|down+combine")
 SMALL_RING = {"minibatch_size": 256, "macrobatch_size": 512}
@@ -126,11 +111,6 @@ def test_ablations(layer_and_base: tuple[Layer, Tensor], num_ranks: int, options
     layer, base = layer_and_base
     for output in layer.run(num_ranks, MoKConfig(mode="split", minibatch_size=256, **options)):
         assert torch.equal(bits(output), bits(base))
-
-
-def test_a_plan_without_kernels_is_refused() -> None:
-    with pytest.raises(ValueError, match="has no kernel on sm_90a"):
-        Layer(*SIZES[0]).run(1, MoKConfig(mode="fused"))
 
 
 def test_ids_out_of_range_are_told_with_their_count() -> None:

@@ -25,6 +25,7 @@ from torch import Tensor, distributed
 
 import mok_modular as mok
 from mok_modular import functional
+from mok_modular.plan import all_plans
 
 E, K, H, I, S = 8, 3, 256, 384, 128  # noqa: E741
 PATIENCE_S = 8.0
@@ -190,6 +191,27 @@ def case_plans(rank: Rank) -> None:
         workspace, part = rank.workspace(config, splits), rank.part(data, splits)
         for _ in range(2):
             expect_bits(rank, part.run(config, workspace), whole, splits)
+        workspace.check()
+
+
+def case_fused(rank: Rank) -> None:
+    """Every plan, communication on SMs of its own, unequal numbers of tokens: the bits of split on one rank."""
+    splits = even(rank, 240)
+    data = Data.random(sum(splits), seed=9)
+    whole = on_one_rank(rank, data)
+    num_runs = max(1, min(20, rank.repeats))
+    for options in (*({"mode": str(plan)} for plan in all_plans()), {"mode": "fused", "fwd_num_comm_sms": 16}):
+        config = rank.config(**options)
+        workspace, part = rank.workspace(config, splits), rank.part(data, splits)
+        for output in [part.run(config, workspace) for _ in range(num_runs)]:
+            expect_bits(rank, output, whole, splits)
+        workspace.check()
+    splits = [(37 * r) % 96 for r in range(rank.size)]
+    data = Data.random(sum(splits), seed=10)
+    if sum(splits):
+        config = rank.config(mode="fused")
+        workspace = rank.workspace(config, [240 // rank.size, *splits])
+        expect_bits(rank, rank.part(data, splits).run(config, workspace), on_one_rank(rank, data), splits)
         workspace.check()
 
 

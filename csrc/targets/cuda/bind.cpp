@@ -32,6 +32,7 @@ nb::bytes pack_calls(const std::vector<RankProgram*>& programs, const std::vecto
     call.regions = reinterpret_cast<char* const*>(tables[i]);
     for (int region = 0; region < kNumRegions; ++region)
       call.own[region] = reinterpret_cast<char*>(own[i][static_cast<std::size_t>(region)]);
+    call.place_input();
     call.failure = reinterpret_cast<Failure*>(failures[i]);
     call.timeout_ns = static_cast<Word>(timeout_s * 1e9);
     call.start_timeout_ns = static_cast<Word>(start_timeout_s * 1e9);
@@ -72,8 +73,13 @@ void bind_cuda(nb::module_& m) {
   m.def("pack_calls", &pack_calls, "programs"_a, "tables"_a, "own"_a, "failures"_a, "timeout_s"_a, "start_timeout_s"_a);
   m.def(
       "pack_launch",
-      [](const RankProgram& program, std::size_t index) { return to_bytes(program.launches.at(index).launch); },
-      "program"_a, "index"_a);
+      [](const RankProgram& program, std::size_t index, int num_comm_ctas, bool has_experts_in_turn) {
+        Launch launch = program.launches.at(index).launch;
+        launch.num_comm_ctas = num_comm_ctas;
+        launch.has_experts_in_turn = has_experts_in_turn;
+        return to_bytes(launch);
+      },
+      "program"_a, "index"_a, "num_comm_ctas"_a = 0, "has_experts_in_turn"_a = false);
   m.def("unpack_failure", &unpack_failure, "failure"_a);
   m.def("struct_sizes", [] {
     nb::dict d;

@@ -12,24 +12,36 @@
 
 // A kernel goes through the calls of all ranks that live on this GPU (one, between processes), each CTA
 // starting at another one. CTAs are interchangeable: who comes draws the next task.
-#define MOK_KERNEL(name) MOK_KERNEL_OF(name, mok::cuda::kCtasPerSm)
-#define MOK_WIDE_KERNEL(name) MOK_KERNEL_OF(name, 2)  // fewer CTAs an SM: more registers a thread
-#define MOK_KERNEL_OF(name, kCtas)                                                                \
+#define MOK_KERNEL(name) MOK_KERNEL_OF(name, mok::cuda::kCtasPerSm, nullptr, )
+// name_first of all ranks comes before the rest of any: a rank's rest may wait for every other's first part.
+#define MOK_PUSHING_KERNEL(name)                      \
+  MOK_KERNEL_OF(name, mok::cuda::kCtasPerSm, nullptr, \
+                for_each_call(set, worker, [&](const Args& args) { name##_first(args, launch, worker); }))
+#define MOK_WIDE_KERNEL(name) MOK_KERNEL_OF(name, 2, nullptr, )  // fewer CTAs an SM: more registers a thread
+#define MOK_COPY_KERNEL(name) MOK_KERNEL_OF(name, mok::cuda::kCtasPerSm, mok::cuda::open_ring(), )  // uses copy_rows
+#define MOK_KERNEL_OF(name, kCtas, ring_pointer, first)                                           \
   MOK_DEVICE void name##_body(const Args& args, const Launch& launch, mok::cuda::Worker& worker); \
   extern "C" __global__ void __launch_bounds__(mok::cuda::kThreads, kCtas)                        \
       mok_##name(const __grid_constant__ CallSet set, const __grid_constant__ Launch launch) {    \
     __shared__ int scratch[4];                                                                    \
-    for (int32 i = 0; i < set.num_calls; ++i) {                                                   \
-      const Args args(set.calls[(blockIdx.x + i) % set.num_calls]);                               \
-      mok::cuda::Worker worker(scratch, launch.launch_idx);                                       \
-      name##_body(args, launch, worker);                                                          \
-    }                                                                                             \
+    mok::cuda::Worker worker(scratch, launch.launch_idx, ring_pointer);                           \
+    first;                                                                                        \
+    for_each_call(set, worker, [&](const Args& args) { name##_body(args, launch, worker); });     \
   }                                                                                               \
   MOK_DEVICE void name##_body(const Args& args, const Launch& launch, mok::cuda::Worker& worker)
 
 namespace mok {
 
 using cuda::Worker;
+
+template <class F>
+MOK_DEVICE void for_each_call(const CallSet& set, Worker& worker, F&& f) {
+  for (int32 i = 0; i < set.num_calls; ++i) {
+    const Args args(set.calls[(blockIdx.x + i) % set.num_calls]);
+    worker.begin_call();
+    f(args);
+  }
+}
 
 template <class S, class TaskOfStage>
 MOK_DEVICE bool run_tile(const Args& args, Worker& worker, const TaskOfStage& task) {
@@ -43,7 +55,8 @@ MOK_DEVICE bool run_tile(const Args& args, Worker& worker, const TaskOfStage& ta
 }
 
 // The leader's next task, for all threads.
-MOK_DEVICE bool next_task(Tasks& tasks, Worker& worker, Task* task) {
+template <class TasksOfKernel>
+MOK_DEVICE bool next_task(TasksOfKernel& tasks, Worker& worker, Task* task) {
   Task drawn;
   bool has_task = false;
   if (worker.is_leader()) has_task = tasks.next(worker, &drawn);
@@ -53,7 +66,7 @@ MOK_DEVICE bool next_task(Tasks& tasks, Worker& worker, Task* task) {
 // One copy or element stage, or several, in one kernel; stages with matrix products have role loops of their own.
 template <Group kGroup, bool kHasPrologue = false>
 MOK_DEVICE void run_tasks(const Args& args, const Launch& launch, Worker& worker) {
-  Tasks tasks(args, launch, worker.role());
+  TaskSequence<kGroup == group_bit(Stage::dispatch)> tasks(args, launch, worker.role());
   Task task;
   bool is_running = true;
   while (is_running && next_task(tasks, worker, &task)) {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "stages/stage.h"
+#include "targets/cuda/async.h"
 
 namespace mok::cuda {
 
@@ -12,6 +13,16 @@ namespace mok::cuda {
 constexpr int kThreads = 256, kCtasPerSm = 3;
 constexpr int kWarps = kThreads / 32;
 constexpr int kPollNs = 64;
+
+// Where rows pass through on their way, in kernels that copy: every warp has a ring of chunks of its own.
+constexpr int kChunkBytes = 2048, kChunks = 4;
+struct alignas(128) CopyRing {
+  unsigned char chunks[kWarps][kChunks][kChunkBytes];
+  uint64 full[kWarps][kChunks];
+};
+#if defined(MOK_COPY_RING_BYTES)
+static_assert(sizeof(CopyRing) <= MOK_COPY_RING_BYTES, "mok_modular/targets/cuda_device.py asks for this much");
+#endif
 
 // Bounded waits: what a poll must know beyond the word. Used by every kind of worker.
 struct Waiter {
@@ -69,10 +80,26 @@ struct Waiter {
   }
 };
 
+// The ring of a CTA, in dynamic shared memory, its barriers ready.
+__device__ __forceinline__ CopyRing* open_ring() {
+  extern __shared__ __align__(128) unsigned char mok_ring[];
+  CopyRing* ring = reinterpret_cast<CopyRing*>(mok_ring);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kWarps * kChunks; ++i) mbarrier_init(smem_address(&ring->full[0][0] + i), 1);
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  return ring;
+}
+
 class Worker {
  public:
   // `scratch`: four words of shared memory for broadcasts.
-  __device__ Worker(int* scratch, int32 launch_idx) : scratch_(scratch) { waiter_.launch_idx = launch_idx; }
+  __device__ Worker(int* scratch, int32 launch_idx, CopyRing* ring = nullptr) : scratch_(scratch), ring_(ring) {
+    waiter_.launch_idx = launch_idx;
+  }
+
+  __device__ void begin_call() { seen_inputs = seen_dones = SeenRanks{}; }
 
   __device__ int32 index() const { return blockIdx.x; }
   __device__ int32 num_workers() const { return gridDim.x; }
@@ -91,16 +118,25 @@ class Worker {
   __device__ void sync() { __syncthreads(); }
   __device__ void add_relaxed(int32* cell, int32 value) { atomicAdd(cell, value); }
 
-  // A warp a row, 16 bytes a lane, eight loads in flight. Addresses and sizes are multiples of 16 bytes.
+  // Rows are dealt to warps; the copy engine moves them in chunks through the warp's ring, kChunks - 1 loads in flight.
+  // Behind sync() all rows are written, and covered by the leader's release.
   template <class Dst, class Src>
-  __device__ void copy_rows(int32 count, int64 num_bytes, Dst&& dst, Src&& src) {
-    const int32 num_words = static_cast<int32>(num_bytes / 16);
-    for (int32 row = threadIdx.x / 32; row < count; row += kWarps) {
-      bf16x8* to = reinterpret_cast<bf16x8*>(dst(row));
-      if (!to) continue;
-      const bf16x8* from = reinterpret_cast<const bf16x8*>(src(row));
-      copy_words(to, from, num_words);
+  __device__ void copy_rows(int32 count, int64 num_bytes, Dst&& dst, Src&& src, bool are_sources_read_again = false) {
+    const int32 warp = static_cast<int32>(threadIdx.x) / 32, lane = static_cast<int32>(lane_idx());
+    const int32 num_rows = (count - warp + kWarps - 1) / kWarps;  // of this warp: lane i finds out where row i goes
+    unsigned long long to = 0, from = 0;
+    if (lane < num_rows) {
+      to = reinterpret_cast<unsigned long long>(dst(warp + lane * kWarps));
+      if (to) from = reinterpret_cast<unsigned long long>(src(warp + lane * kWarps));
     }
+    const uint32 copied = __ballot_sync(0xffffffffu, from != 0),
+                 cleared = __ballot_sync(0xffffffffu, to != 0 && from == 0);
+    const int32 size = static_cast<int32>(num_bytes);
+    for (uint32 rows = cleared; rows != 0; rows &= rows - 1) {
+      bf16x8* row = reinterpret_cast<bf16x8*>(__shfl_sync(0xffffffffu, to, __ffs(static_cast<int>(rows)) - 1));
+      for (int32 i = lane; i < size / 16; i += 32) row[i] = bf16x8{};
+    }
+    copy_chunks(copied, size, to, from, are_sources_read_again);
   }
 
   // ---- protocol: called by the leader ----
@@ -166,22 +202,59 @@ class Worker {
   }
 
  private:
-  __device__ static void copy_words(bf16x8* to, const bf16x8* from, int32 num_words) {
-    constexpr int kInFlight = 8;
-    for (int32 first = threadIdx.x % 32; first < num_words; first += 32 * kInFlight) {
-      bf16x8 words[kInFlight];
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        words[i] = bf16x8{};
-        if (from && first + 32 * i < num_words) words[i] = from[first + 32 * i];
-      }
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i)
-        if (first + 32 * i < num_words) to[first + 32 * i] = words[i];
+  // Chunks of the rows in `rows`, one after another.
+  struct Cursor {
+    uint32 rows;
+    int32 offset = 0;
+    __device__ int32 row() const { return __ffs(static_cast<int>(rows)) - 1; }
+    __device__ void advance(int32 size) {
+      offset += kChunkBytes;
+      if (offset < size) return;
+      offset = 0;
+      rows &= rows - 1;
     }
+  };
+  // Lane i holds the addresses of row i. Lane 0 issues all copies; its warp goes along.
+  __device__ void copy_chunks(uint32 rows, int32 size, unsigned long long to, unsigned long long from,
+                              bool are_sources_read_again) {
+    const uint32 warp = threadIdx.x / 32;
+    const bool is_first = lane_idx() == 0;
+    const uint32 chunks = smem_address(ring_->chunks[warp]), full = smem_address(ring_->full[warp]);
+    // Sources that others read soon stay in the L2, and what is written, far more than the L2 holds, goes first.
+    Cursor load{rows}, store{rows};
+    if (is_first) fence_proxy_async();  // what others wrote, acquired by the leader, before copies of this proxy
+    const auto issue = [&] {
+      const char* at = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, from, load.row())) + load.offset;
+      const uint32 num = static_cast<uint32>(min_of(kChunkBytes, size - load.offset));
+      if (is_first) {
+        mbarrier_expect_bytes(full + loaded_.slot * 8, num);
+        bulk_load(chunks + loaded_.slot * kChunkBytes, at, num, full + loaded_.slot * 8,
+                  are_sources_read_again ? evict_last() : evict_first());
+      }
+      loaded_.advance();
+      load.advance(size);
+    };
+    for (int32 i = 0; i < kChunks - 1 && load.rows != 0; ++i) issue();
+    while (store.rows != 0) {
+      char* at = reinterpret_cast<char*>(__shfl_sync(0xffffffffu, to, store.row())) + store.offset;
+      const uint32 num = static_cast<uint32>(min_of(kChunkBytes, size - store.offset));
+      mbarrier_wait(full + stored_.slot * 8, stored_.phase);
+      if (is_first) {
+        bulk_store(at, chunks + stored_.slot * kChunkBytes, num, evict_first());
+        bulk_commit();
+        bulk_wait_read<1>();  // the chunk before this one may be loaded again
+      }
+      stored_.advance();
+      store.advance(size);
+      if (load.rows != 0) issue();
+    }
+    if (is_first) bulk_wait_written();
+    __syncwarp();
   }
 
   int* scratch_;
+  CopyRing* ring_;
+  Position<kChunks> loaded_, stored_;
   Waiter waiter_;
 };
 

@@ -16,6 +16,14 @@
 #include "targets/host/worker.h"
 
 #define MOK_WIDE_KERNEL(name) MOK_KERNEL(name)
+#define MOK_COPY_KERNEL(name) MOK_KERNEL(name)
+#define MOK_PUSHING_KERNEL(name)                                                       \
+  void name##_body(const Args& args, const Launch& launch, mok::host::Worker& worker); \
+  void name(const Args& args, const Launch& launch, mok::host::Worker& worker) {       \
+    name##_first(args, launch, worker);                                                \
+    name##_body(args, launch, worker);                                                 \
+  }                                                                                    \
+  void name##_body(const Args& args, const Launch& launch, mok::host::Worker& worker)
 #define MOK_KERNEL(name) void name(const Args& args, const Launch& launch, mok::host::Worker& worker)
 
 namespace mok {
@@ -145,6 +153,15 @@ void run_single(const Args& args, const Launch& launch, Worker& worker) {
 }
 
 }  // namespace mok
+
+// A kernel of several stages. With all five of a pass, publish and the shared expert are tasks of it too.
+namespace mok::kernels {
+template <Group kGroup>
+MOK_KERNEL(persistent) {
+  run_tasks<kGroup, kGroup == kWholeForward || kGroup == kWholeBackward>(args, launch, worker);
+}
+}  // namespace mok::kernels
+#define MOK_PERSISTENT_KERNEL(name, ...) template void name<__VA_ARGS__>(const Args&, const Launch&, Worker&);
 
 // kGroup 0: the stage is not cut into windows.
 #define MOK_GEMM_KERNEL(name, S, kGroup)         \

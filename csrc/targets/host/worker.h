@@ -65,7 +65,7 @@ class Worker {
   void add_relaxed(int32* cell, int32 value) { *cell += value; }
   // Rows whose source is null become zeros; those whose destination is null are left out.
   template <class Dst, class Src>
-  void copy_rows(int32 count, int64 num_bytes, Dst&& dst, Src&& src) {
+  void copy_rows(int32 count, int64 num_bytes, Dst&& dst, Src&& src, bool /*are_sources_read_again*/ = false) {
     for (int32 i = 0; i < count; ++i) {
       bf16* to = dst(i);
       if (!to) continue;
@@ -135,6 +135,7 @@ class Worker {
   long long last_mark_ = 0;  // where the interval at hand begins
   std::vector<TraceRecord> trace_;
   long long num_dropped_ = 0;
+  unsigned long long waited_[kNumStages] = {}, published_[kNumStages] = {};  // bits of edges, by stage
   std::vector<CountedWait> counted_;
 };
 

@@ -1,7 +1,7 @@
-// PTX of sm_90a that the role loops use: mbarriers, TMA loads, registers, stmatrix.
+// PTX of sm_90a that the role loops use: TMA loads, registers, stmatrix.
 #pragma once
 
-#include "numeric.h"
+#include "targets/cuda/async.h"
 
 namespace mok::sm90 {
 
@@ -10,14 +10,7 @@ struct alignas(64) TensorMap {
   uint64 opaque[16];
 };
 
-MOK_DEVICE uint32 lane_idx() {
-  uint32 lane;
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-  return lane;
-}
-MOK_DEVICE uint32 smem_address(const void* pointer) { return static_cast<uint32>(__cvta_generic_to_shared(pointer)); }
-
-// ---- registers and barriers ----
+// ---- registers and named barriers ----
 
 template <int kRegisters>
 MOK_DEVICE void raise_registers() {
@@ -32,47 +25,6 @@ MOK_DEVICE void named_sync(uint32 id, uint32 num_threads) {
 }
 MOK_DEVICE void named_arrive(uint32 id, uint32 num_threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
-}
-
-MOK_DEVICE void mbarrier_init(uint32 barrier, uint32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-MOK_DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-MOK_DEVICE void mbarrier_expect_bytes(uint32 barrier, uint32 num_bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(num_bytes) : "memory");
-}
-MOK_DEVICE void mbarrier_arrive(uint32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// Unbounded on purpose: who arrives here is a warp of the same CTA or its TMA. What may never come is waited for by
-// the producer alone, with a limit. (A trap in this loop would cost the roles their register budgets: ptxas C7512.)
-MOK_DEVICE void mbarrier_wait(uint32 barrier, uint32 parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "WAIT:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra DONE;\n"
-      "bra WAIT;\n"
-      "DONE:\n"
-      "}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-
-// True if the phase is over; may be false early.
-MOK_DEVICE bool mbarrier_test(uint32 barrier, uint32 parity) {
-  uint32 is_over;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, p;\n"
-      "}"
-      : "=r"(is_over)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return is_over != 0;
 }
 
 // ---- TMA ----

@@ -1,0 +1,14 @@
+"""dispatch alone: see stage_bench.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stage_bench import all_presets, bench, needs_gpu, some_tokens
+
+
+@needs_gpu
+@all_presets
+@some_tokens
+def test_dispatch(benchmark: Any, preset: str, num_tokens: int) -> None:
+    bench(benchmark, "dispatch", preset, num_tokens)

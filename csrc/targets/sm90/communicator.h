@@ -1,0 +1,149 @@
+// Communication inside a GEMM kernel: a warp that publishes, dispatches and pulls combine, beside the products.
+//
+// By default it is the spare warp of every CTA's first warp group: it costs no SM. It has 40 registers, so rows pass
+// through a small ring in shared memory and the copy engine moves them; the warp keeps kCommChunks - 1 loads in flight.
+// With CTAs of its own (fwd_num_comm_sms) all four warps of such a CTA's first group do this, and the others leave.
+#pragma once
+
+#include "protocol/leave.h"
+#include "stages/combine.h"
+#include "stages/dispatch.h"
+#include "stages/publish.h"
+#include "targets/cuda/worker.h"
+#include "targets/sm90/shared.h"
+
+namespace mok::sm90 {
+
+// The Worker of copy stages, as one warp. Lane 0 is the leader.
+class CommWorker {
+ public:
+  MOK_DEVICE CommWorker(CommRing& ring, int32 launch_idx, int32 num_workers) : ring_(ring), num_workers_(num_workers) {
+    waiter_.launch_idx = launch_idx;
+    if (is_leader())
+      for (int i = 0; i < kCommChunks; ++i) mbarrier_init(smem_address(&ring_.full[i]), 1);
+    mbarrier_init_fence();
+    __syncwarp();
+  }
+  MOK_DEVICE void begin_call() { seen_inputs = seen_dones = SeenRanks{}; }
+
+  MOK_DEVICE int32 num_workers() const { return num_workers_; }
+  MOK_DEVICE bool is_leader() const { return lane_idx() == 0; }
+
+  template <class Index, class F>
+  MOK_DEVICE void for_each(Index count, F&& f) {
+    for (Index i = static_cast<Index>(lane_idx()); i < count; i += 32) f(i);
+  }
+  MOK_DEVICE void sync() { __syncwarp(); }
+
+  // Lane i finds out where row i comes from and goes to; lane 0 issues all copies. Rows are written when this returns.
+  // The products read them soon, so they stay in the L2 as anything else.
+  template <class Dst, class Src>
+  MOK_DEVICE void copy_rows(int32 count, int64 num_bytes, Dst&& dst, Src&& src,
+                            bool /*are_sources_read_again*/ = false) {
+    const int32 size = static_cast<int32>(num_bytes), lane = static_cast<int32>(lane_idx());
+    uint64 to = 0, from = 0;
+    if (lane < count) {  // tasks have at most 32 rows
+      to = reinterpret_cast<uint64>(dst(lane));
+      if (to) from = reinterpret_cast<uint64>(src(lane));
+    }
+    const uint32 cleared = __ballot_sync(0xffffffffu, to != 0 && from == 0);
+    copy(__ballot_sync(0xffffffffu, from != 0), size, to, from);
+    for (uint32 rows = cleared; rows != 0; rows &= rows - 1) {
+      bf16x8* row = reinterpret_cast<bf16x8*>(__shfl_sync(0xffffffffu, to, first_row(rows)));
+      for (int32 i = lane; i < size / 16; i += 32) row[i] = bf16x8{};
+    }
+  }
+
+  // ---- protocol: called by the leader ----
+  MOK_DEVICE Word draw(Word* counter) { return atomicAdd(counter, Word{1}); }
+  MOK_DEVICE void begin_task(const Task& task) { waiter_.task = task; }
+  MOK_DEVICE void begin_wait(const Wait&) { waiter_.begin(); }
+  MOK_DEVICE bool pause(const Args& args, const Wait& wait) { return waiter_.pause(args, wait); }
+  MOK_DEVICE void end_wait(const Wait&) {}
+  MOK_DEVICE void fail(const Args& args, const Wait& wait) { waiter_.fail(args, wait); }
+  MOK_DEVICE bool may_publish(Edge, int64, int32) { return true; }
+  SeenRanks seen_inputs, seen_dones;
+
+ private:
+  MOK_DEVICE static int32 first_row(uint32 rows) { return __ffs(static_cast<int>(rows)) - 1; }
+
+  // Chunk after chunk of the rows in `rows`: loads run kCommChunks - 1 ahead of stores.
+  MOK_DEVICE void copy(uint32 rows, int32 size, uint64 to, uint64 from) {
+    if (rows == 0) return;
+    if (is_leader()) fence_proxy_async();  // what others wrote, acquired by the leader, before copies of this proxy
+    const uint32 chunks = smem_address(ring_.chunks[0]), full = smem_address(ring_.full);
+    uint32 load_rows = rows;
+    int32 load_offset = 0, store_offset = 0, in_flight = 0;
+    while (rows != 0) {
+      while (load_rows != 0 && in_flight < kCommChunks - 1) {
+        const uint64 at = __shfl_sync(0xffffffffu, from, first_row(load_rows)) + load_offset;
+        const uint32 num = static_cast<uint32>(min_of(kCommChunkBytes, size - load_offset));
+        if (is_leader()) {
+          mbarrier_expect_bytes(full + loaded_.slot * 8, num);
+          bulk_load(chunks + loaded_.slot * kCommChunkBytes, reinterpret_cast<const void*>(at), num,
+                    full + loaded_.slot * 8, evict_normal());
+        }
+        loaded_.advance();
+        ++in_flight;
+        if ((load_offset += kCommChunkBytes) >= size) load_offset = 0, load_rows &= load_rows - 1;
+      }
+      const uint64 at = __shfl_sync(0xffffffffu, to, first_row(rows)) + store_offset;
+      const uint32 num = static_cast<uint32>(min_of(kCommChunkBytes, size - store_offset));
+      mbarrier_wait(full + stored_.slot * 8, stored_.phase);
+      if (is_leader()) {
+        bulk_store(reinterpret_cast<void*>(at), chunks + stored_.slot * kCommChunkBytes, num, evict_normal());
+        bulk_commit();
+        bulk_wait_read<1>();  // the chunk before this one may be loaded again
+      }
+      stored_.advance();
+      --in_flight;
+      if ((store_offset += kCommChunkBytes) >= size) store_offset = 0, rows &= rows - 1;
+    }
+    if (is_leader()) bulk_wait_written();
+    __syncwarp();
+  }
+
+  CommRing& ring_;
+  const int32 num_workers_;
+  Position<kCommChunks> loaded_, stored_;
+  cuda::Waiter waiter_;
+};
+
+template <class S>
+MOK_DEVICE bool communicate_tile(const Args& args, CommWorker& worker, const Task& task) {
+  Signals<CommWorker> signals(args, worker);
+  int32 is_ready = 0;
+  if (worker.is_leader()) is_ready = S::needs(args, task, signals);
+  if (!__shfl_sync(0xffffffffu, is_ready, 0)) return false;
+  S::tile(args, worker, task);
+  worker.sync();
+  if (worker.is_leader()) S::publishes(args, task, signals);
+  return true;
+}
+
+// All communication tasks of a launch on one rank. `kGroup` 0: those of publish alone.
+template <Group kGroup>
+MOK_DEVICE void run_communication(const Args& args, const Launch& launch, CommWorker& worker) {
+  Tasks tasks(args, launch, Role::communication);
+  worker.begin_call();
+  for (bool is_running = true; is_running;) {
+    Task task;
+    int32 has_task = 0;
+    if (worker.is_leader()) has_task = tasks.next(worker, &task);
+    if (!__shfl_sync(0xffffffffu, has_task, 0)) return;
+    task.stage = static_cast<Stage>(__shfl_sync(0xffffffffu, static_cast<int32>(task.stage), 0));
+    task.block = __shfl_sync(0xffffffffu, task.block, 0);
+    task.part = __shfl_sync(0xffffffffu, task.part, 0);
+    worker.begin_task(task);
+    if constexpr (kGroup == 0) {
+      is_running = communicate_tile<Publish>(args, worker, task);
+    } else if (holds(kGroup, Stage::dispatch) && task.stage == Stage::dispatch) {
+      is_running = args.call.shape.is_push_dispatch ? communicate_tile<DispatchPush>(args, worker, task)
+                                                    : communicate_tile<DispatchPull>(args, worker, task);
+    } else if constexpr (holds(kGroup, Stage::combine)) {
+      is_running = communicate_tile<CombinePull>(args, worker, task);  // a push is in down's stores
+    }
+  }
+}
+
+}  // namespace mok::sm90
