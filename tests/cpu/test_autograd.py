@@ -379,6 +379,22 @@ def test_a_gradient_that_is_not_contiguous() -> None:
         assert summed.abs().sum() > 0
 
 
+def test_forward_and_backward_in_runs_of_their_own(workload: Workload, expected: list[dict[str, Tensor]]) -> None:
+    """The graph was made in another thread. Outside of a run the other ranks would not be there."""
+    group = LocalGroup(workload.num_ranks, executor="threads")
+    parts = group.run(lambda member: Step(workload, member))
+    outputs = group.run(lambda member: parts[member.rank()].forward())
+    with pytest.raises(RuntimeError, match="members of a group of 4 ranks work inside"):
+        outputs[0].backward(parts[0].d_output, retain_graph=True)
+
+    def backward(member: Any) -> None:
+        outputs[member.rank()].backward(parts[member.rank()].d_output)
+
+    group.run(backward)
+    for part, output, wanted in zip(parts, outputs, expected, strict=True):
+        assert_same({"output": output.detach(), **part.gradients()}, wanted)
+
+
 def test_a_second_derivative_is_refused(workload: Workload) -> None:
     def step(part: Step) -> None:
         (d_x,) = torch.autograd.grad(part.forward().sum(), part.x, create_graph=True)
