@@ -21,6 +21,7 @@ class FiberRuntime final : public Runtime {
     streams_.assign(programs_.size() * 2, Stream{0, options_.trace_begin});
     next_launch_.assign(programs_.size(), 0);
     running_.assign(programs_.size(), 0);
+    if (observer) observer->begin_run(programs_);
     for (std::size_t rank = 0; rank < programs_.size(); ++rank) start_launches(static_cast<int>(rank));
     while (!fibers_.empty()) {
       const std::size_t chosen = pick();
@@ -34,11 +35,13 @@ class FiberRuntime final : public Runtime {
       ++result_.num_switches;
       current_ = fibers_[chosen].get();
       current_->worker.steps_ = std::max(current_->worker.steps_, current_->ready);
+      if (observer) observer->resume(current_->worker);
       swapcontext(&scheduler_, &current_->context);
       if (request_) (*std::exchange(request_, nullptr))();
       now_ = current_->worker.steps_;
       if (current_->is_finished) retire(chosen);
     }
+    if (observer) observer->end_run();
     if (error_) std::rethrow_exception(error_);
   }
 
@@ -145,6 +148,7 @@ class FiberRuntime final : public Runtime {
   void add_fiber(const LaunchSpec& spec, Worker worker, long long ready) {
     auto fiber = std::make_unique<Fiber>(spec, std::move(worker));
     fiber->ready = ready;
+    if (observer) observer->start(fiber->worker, spec.stream, spec.is_join);
     if (free_stacks_.empty()) {
       fiber->stack.reset(new char[kStackBytes]);
     } else {
@@ -176,6 +180,7 @@ class FiberRuntime final : public Runtime {
   void retire(std::size_t i) {
     const int rank = fibers_[i]->worker.rank();
     const int stream = fibers_[i]->spec.stream;
+    if (observer) observer->leave(fibers_[i]->worker, stream);
     long long& end = streams_[static_cast<std::size_t>(rank * 2 + stream)].end;
     end = std::max(end, fibers_[i]->worker.steps_);
     free_stacks_.push_back(std::move(fibers_[i]->stack));

@@ -21,6 +21,9 @@ namespace mok::host {
 void bind_cuda(nb::module_& m);
 void bind_mxfp8(nb::module_& m);
 void bind_explore(nb::module_& m);
+// Only where stage code is compiled for the happens-before checker.
+void start_happens_before();
+std::vector<std::string> happens_before_races(long long* num_races, long long* num_accesses, long long* num_releases);
 }  // namespace mok::host
 
 namespace mok::kernels {
@@ -412,6 +415,14 @@ NB_MODULE(_host, m) {
       if (is_cross_rank(static_cast<Edge>(i))) names.push_back(edge_name(static_cast<Edge>(i)));
     return names;
   });
+#ifdef MOK_CHECKED
+  m.def("start_happens_before", &start_happens_before);
+  m.def("happens_before_races", [] {
+    long long num_races, num_accesses, num_releases;
+    const std::vector<std::string> races = happens_before_races(&num_races, &num_accesses, &num_releases);
+    return std::make_tuple(races, num_races, num_accesses, num_releases);
+  });
+#endif
   m.def("edge_names", [] {
     std::vector<std::string> names;
     for (int i = 0; i < kNumEdges; ++i) names.push_back(edge_name(static_cast<Edge>(i)));

@@ -17,6 +17,7 @@ GemmScratch& gemm_scratch() {
 Word Worker::draw(Word* counter) {
   runtime_.before_draw(*this);
   runtime_.yield(*this);
+  if (observer) observer->draw(counter);
   const Word ticket = add_release(counter, 1);
   if (is_traced_) {
     Wait wait;
@@ -41,6 +42,7 @@ void Worker::end_wait(const Wait& wait) {
   stats(task_.stage).wait_ns += now_ns() - wait_started_ns_;
   const bool is_satisfied = wait.is_satisfied();
   if (!is_satisfied) runtime_.record_wait(*this, wait);
+  if (observer && is_satisfied) observer->satisfied(wait);
   if (is_satisfied && !is_cross_rank(wait.edge))
     counted_.push_back(CountedWait{task_, wait.edge, wait.index, wait.word, wait.want});
   if (!is_traced_) return;

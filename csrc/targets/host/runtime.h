@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "targets/host/faults.h"
+#include "targets/host/observer.h"
 #include "targets/host/worker.h"
 
 namespace mok::host {

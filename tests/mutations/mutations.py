@@ -1,0 +1,222 @@
+"""One-line faults, and the test that must catch each: `(file, what stands there, what takes its place, tests)`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutation(NamedTuple):
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+CPU = "tests/cpu/"
+
+MUTATIONS = [
+    # ---- Python ----
+    Mutation(
+        "mok_modular/plan.py",
+        "            for group in self.groups\n        ]\n        return [*first, *windows, reduce]",
+        "            for group in reversed(self.groups)\n        ]\n        return [*first, *windows, reduce]",
+        CPU + "test_plan.py",
+    ),
+    Mutation(
+        "mok_modular/group.py",
+        "(causes or others or raised)[0]",
+        "(raised or causes or others)[0]",
+        CPU + "test_group.py",
+    ),
+    Mutation(
+        "mok_modular/swap.py",
+        'num_generations - 1 - generation if self.call.kind == "forward" else generation',
+        "generation",
+        CPU + "test_swap.py -k reference_in_place",
+    ),
+    Mutation("mok_modular/swap.py", "- self.first_row\n", "\n", CPU + "test_swap.py -k reference_in_place"),
+    Mutation(
+        "mok_modular/swap.py",
+        "self.errors[rank] = error\n",
+        "pass\n",
+        CPU + "test_swap.py -k an_exception",
+    ),
+    Mutation(
+        "mok_modular/trace.py",
+        '"dur": (each.end - each.begin) * scale',
+        '"dur": each.end * scale',
+        CPU + "test_trace.py -k chrome",
+    ),
+    Mutation("mok_modular/trace.py", "if b.begin < a.end", "if b.begin > a.end", CPU + "test_trace.py -k fibers"),
+    Mutation(
+        "mok_modular/testing/faults.py",
+        "            host.planted_faults.remove(row)",
+        "            pass",
+        CPU + "test_faults.py -k left_behind",
+    ),
+    Mutation(
+        "mok_modular/testing/contract.py",
+        "_HALF_ULP = 0.5 + 2.0**-5",
+        "_HALF_ULP = 2.5",
+        CPU + "test_swap.py -k broken_rule",
+    ),
+    Mutation(
+        "mok_modular/stages/swiglu.py",
+        "torch.where(up < -limit, -limit, up)",
+        "torch.where(up < -limit, limit, up)",
+        CPU + "test_stage_swiglu.py",
+    ),
+    Mutation(
+        "mok_modular/stages/swiglu.py",
+        "gate.where(is_used, 0), up.where(is_used, 0)",
+        "gate, up",
+        CPU + "test_swap.py -k our_own",
+    ),
+    Mutation(
+        "mok_modular/workspace.py",
+        "found is None or found.num_local_tokens < num_local_tokens",
+        "found is None or found.num_local_tokens > num_local_tokens",
+        CPU + "test_workspace.py",
+    ),
+    Mutation(
+        "mok_modular/targets/host.py",
+        'at = wait["peer"] if wait["peer"] >= 0 else wait["rank"]',
+        'at = wait["rank"]',
+        CPU + "test_faults.py -k dropped",
+    ),
+    Mutation(
+        "mok_modular/config.py",
+        "if self.macrobatch_size % self.minibatch_size != 0:",
+        "if self.macrobatch_size % self.minibatch_size == -1:",
+        CPU + "test_config.py",
+    ),
+    Mutation(
+        "mok_modular/explore.py",
+        "for num_ranks, layouts in LAYOUTS.items():",
+        "for num_ranks, layouts in ():",
+        CPU + "test_explore.py -k command",
+    ),
+    # ---- protocol ----
+    Mutation(
+        "csrc/protocol/ring.h",
+        "slot_num_blocks(call, macrobatch + 1, slot) > 0",
+        "slot >= 0",
+        CPU + "test_bits.py",
+    ),
+    Mutation(
+        "csrc/protocol/arrivals.h",
+        "return is_swiglu_in_gate_up(call) ? num_gate_up_tiles(s) : s.row_block() / kElementRows;",
+        "return is_swiglu_in_gate_up(call) ? 1 : s.row_block() / kElementRows;",
+        CPU + "test_bits.py",
+    ),
+    Mutation(
+        "csrc/protocol/leave.h",
+        "    epochs->call += 1;",
+        "    epochs->call += 0;",
+        CPU + "test_sequences.py",
+    ),
+    Mutation(
+        "csrc/protocol/tasks.h",
+        "num_steps = num_windows + lag(Stage::combine) + 2;",
+        "num_steps = num_windows + lag(Stage::combine);",
+        CPU + "test_bits.py",
+    ),
+    Mutation(
+        "csrc/protocol/signals.h",
+        "    return have >> kEnteredBits == own_entered >> kEnteredBits && have != own_entered;",
+        "    return have != own_entered && false;",
+        CPU + "test_mismatch.py",
+    ),
+    Mutation(
+        "csrc/protocol/edge_table.h",
+        "{Edge::x_ready, stages(Stage::dispatch), stages(Stage::gate_up)}",
+        "{Edge::x_ready, stages(Stage::dispatch), stages(Stage::down)}",
+        CPU + "test_explore.py -k planted_fault",
+    ),
+    # ---- stages ----
+    Mutation(
+        "csrc/stages/dispatch.h",
+        "    if (!wait_slot_free(call, task.block, signals)) return false;",
+        "",
+        CPU + "test_protocol_errors.py -k slot_free",
+    ),
+    Mutation(
+        "csrc/stages/publish.h",
+        "return signals.wait_all_ranks(Edge::done, /*epochs_back=*/1);",
+        "return true;",
+        CPU + "test_explore.py -k same_edges",
+    ),
+    Mutation(
+        "csrc/stages/reverse_combine.h",
+        "return wait_slot_free(args.call, task.block, signals) && wait_row_sources",
+        "return wait_row_sources",
+        CPU + "test_explore.py -k same_edges",
+    ),
+    Mutation(
+        "csrc/stages/combine.h",
+        "block_macrobatch(call.shape, block), block_slot(call.shape, block)",
+        "block_macrobatch(call.shape, block), 0 * block_slot(call.shape, block)",
+        CPU + "test_bits.py",
+    ),
+    Mutation(
+        "csrc/stages/swiglu.h",
+        "return to_bf16(silu * up);",
+        "return to_bf16(to_float(to_bf16(silu)) * up);",
+        CPU + "test_swap.py -k our_own",
+    ),
+    Mutation(
+        "csrc/stages/swiglu.h",
+        "value > limit ? limit : value < -limit ? -limit : value",
+        "value > limit ? limit : value",
+        CPU + "test_swap.py -k our_own",
+    ),
+    Mutation(
+        "csrc/stages/reduce.h",
+        "is_route[k] = begin + k < topk && call.schedule.route_rank[route] >= 0;",
+        "is_route[k] = begin + k < topk;",
+        CPU + "test_swap.py -k our_own",
+    ),
+    Mutation(
+        "csrc/stages/schedule.h",
+        "(src < src_rank && total > order ? 1 : 0)",
+        "(src <= src_rank && total > order ? 1 : 0)",
+        CPU + "test_stage_schedule.py",
+    ),
+    Mutation(
+        "csrc/stages/grouped_gemm.h",
+        "const bool has_padding = !kIsShared && rows;",
+        "const bool has_padding = !kIsShared && !rows;",
+        CPU + "test_swap.py -k our_own",
+    ),
+    Mutation(
+        "csrc/stages/wgrad.h",
+        "signals.add(Edge::carry_done, carry_index(call, task.part, macrobatch));",
+        "signals.add(Edge::carry_done, carry_index(call, 0, macrobatch));",
+        CPU + "test_faults.py -k backward",
+    ),
+    # ---- the host target ----
+    Mutation(
+        "csrc/targets/host/workspace.cpp",
+        "words[word_offset(Edge::done, parity, src, shape_)] = agreed.call;",
+        "words[word_offset(Edge::done, parity, src, shape_)] = 0;",
+        CPU + "test_protocol_errors.py -k reset",
+    ),
+    Mutation(
+        "csrc/targets/host/runtime.cpp",
+        "if (have == wait.want ||",
+        "if (have != wait.want ||",
+        CPU + "test_faults.py -k duplicated",
+    ),
+    Mutation(
+        "csrc/targets/host/faults.cpp",
+        "hits_[i].fetch_add(1) == 0",
+        "hits_[i].fetch_add(1) >= 0",
+        CPU + "test_faults.py -k corrupted",
+    ),
+    Mutation(
+        "csrc/explore/search.cpp",
+        "        if (is_tainted || cell(s, object) == a.value) return true;",
+        "        return true;",
+        CPU + "test_explore.py -k planted_fault",
+    ),
+]
