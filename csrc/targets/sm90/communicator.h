@@ -17,8 +17,7 @@ namespace mok::sm90 {
 // The Worker of copy stages, as one warp. Lane 0 is the leader.
 class CommWorker {
  public:
-  MOK_DEVICE CommWorker(CommRing& ring, int32 launch_idx, int32 num_workers)
-      : ring_(ring), num_workers_(num_workers) {
+  MOK_DEVICE CommWorker(CommRing& ring, int32 launch_idx, int32 num_workers) : ring_(ring), num_workers_(num_workers) {
     waiter_.launch_idx = launch_idx;
     if (is_leader())
       for (int i = 0; i < kCommChunks; ++i) mbarrier_init(smem_address(&ring_.full[i]), 1);
@@ -39,7 +38,8 @@ class CommWorker {
   // Lane i finds out where row i comes from and goes to; lane 0 issues all copies. Rows are written when this returns.
   // The products read them soon, so they stay in the L2 as anything else.
   template <class Dst, class Src>
-  MOK_DEVICE void copy_rows(int32 count, int64 num_bytes, Dst&& dst, Src&& src, bool /*are_sources_read_again*/ = false) {
+  MOK_DEVICE void copy_rows(int32 count, int64 num_bytes, Dst&& dst, Src&& src,
+                            bool /*are_sources_read_again*/ = false) {
     const int32 size = static_cast<int32>(num_bytes), lane = static_cast<int32>(lane_idx());
     uint64 to = 0, from = 0;
     if (lane < count) {  // tasks have at most 32 rows

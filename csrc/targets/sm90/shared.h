@@ -53,9 +53,7 @@ struct alignas(1024) Shared {
   int32 is_comm_cta;
   CommRing comm_ring;
 
-  MOK_DEVICE CommRing& ring_of(uint32 warp) {
-    return is_comm_cta ? reinterpret_cast<CommRing*>(a)[warp] : comm_ring;
-  }
+  MOK_DEVICE CommRing& ring_of(uint32 warp) { return is_comm_cta ? reinterpret_cast<CommRing*>(a)[warp] : comm_ring; }
 };
 static_assert(kCommWarps * sizeof(CommRing) <= sizeof(Shared::a));
 

@@ -44,8 +44,8 @@ struct StageSetOf<false, true, false, kHasSwiglu> {
 };
 
 template <Group kGroup>
-using StagesOfGroup = typename StageSetOf<holds(kGroup, Stage::gate_up), holds(kGroup, Stage::down),
-                                          kGroup == kWholeForward,
-                                          holds(kGroup, Stage::swiglu) && !holds(kGroup, Stage::gate_up)>::Type;
+using StagesOfGroup =
+    typename StageSetOf<holds(kGroup, Stage::gate_up), holds(kGroup, Stage::down), kGroup == kWholeForward,
+                        holds(kGroup, Stage::swiglu) && !holds(kGroup, Stage::gate_up)>::Type;
 
 }  // namespace mok::sm90
