@@ -158,22 +158,26 @@ def forward(
     def prepare() -> tuple[host.Call, Any]:
         unpacked, is_mxfp8 = unpack_forward(weights)
 
-        def checked() -> host.Call:
-            """The call, apart from its tensors."""
+        def checked() -> tuple[host.Call, MoKForwardContext]:
+            """The call, apart from its tensors, and a context that holds nothing."""
             sizes = check_layer(workspace, config, schedule, x, router_weights, unpacked, swiglu_limit, is_mxfp8)
             limit = None if swiglu_limit is None else float(swiglu_limit)
-            return layer_call("forward", workspace, config, schedule, sizes, {}, len(x), limit, is_mxfp8)
+            call = layer_call("forward", workspace, config, schedule, sizes, {}, len(x), limit, is_mxfp8)
+            return call, empty_context(x, 0, *sizes[1:])
 
         # A new schedule's tensors are where the last one's were, as a rule: then nothing is checked or packed again.
         given = (x, router_weights, *unpacked.values(), *schedule_fields(schedule))
         key = call_key("forward", workspace, config, given, swiglu_limit)
-        call = remember(workspace, key, checked)
+        call, context = remember(workspace, key, checked)
         output = torch.empty_like(x)
-        ring_rows = min(config.macrobatch_size, schedule.peer_rank.numel())
-        context = empty_context(x, ring_rows if save_context else 0, call.intermediate_size, call.shared_size)
-        kept = context_tensors(context)
-        tensors = {**unpacked, **kept, "x": x, "router_weights": router_weights, "output": output}
-        places = key and (key, output.data_ptr(), *(tensor.data_ptr() for tensor in kept.values()))
+        tensors = {**unpacked, "x": x, "router_weights": router_weights, "output": output}
+        places = key and (key, output.data_ptr())
+        if save_context:
+            ring_rows = min(config.macrobatch_size, schedule.peer_rank.numel())
+            context = empty_context(x, ring_rows, call.intermediate_size, call.shared_size)
+            kept = context_tensors(context)
+            tensors |= kept
+            places = key and (*places, *(tensor.data_ptr() for tensor in kept.values()))
         return with_tensors(call, workspace, schedule, tensors, places), (output, context)
 
     output, context = make_collective(workspace, "forward", config, prepare)

@@ -209,6 +209,7 @@ class CudaWorkspace(Launcher, host.SharedWorkspace):
         key = tuple(call.key for call in calls)
         layout, steps = self._packed.get(key, (-1, []))
         with torch.cuda.device(self.torch_device):
+            self.device.make_current()
             if layout != self.native.layout:
                 try:
                     check_plan(calls[0].config)

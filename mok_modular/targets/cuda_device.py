@@ -93,14 +93,20 @@ class Device:
         with torch.cuda.device(index):
             torch.cuda.current_stream()
             torch.zeros(1, device=f"cuda:{index}")  # the primary context exists from here on
+            self._context = check(driver().cuCtxGetCurrent())
             self.functions = self._load()
         self._persistent: dict[int, Function] = {}
+
+    def make_current(self) -> None:
+        """For driver calls in a thread that may not have used the GPU yet."""
+        check(driver().cuCtxSetCurrent(self._context))
 
     def persistent(self, mask: int) -> Function:
         """The loaded kernel of a group mask, compiled now if it is the first time."""
         if mask not in self._persistent:
             kernel = persistent_kernel(mask)
             with torch.cuda.device(self.index):
+                self.make_current()
                 cubin = nvrtc.compile_kernel(ARCH, kernel, DEFINE)
                 self._persistent[mask] = load_kernel(kernel, cubin)[0]["persistent"]
         return self._persistent[mask]

@@ -256,7 +256,6 @@ def test_many_calls() -> None:
 
 HOLD = """
 extern "C" __global__ void hold(volatile int* go_on) {
-  extern __shared__ char all[];
   while (*go_on == 0) __nanosleep(1000);
 }
 """
@@ -271,7 +270,7 @@ def held_sms(num_sms: int) -> Iterator[None]:
 
     cu = driver()
     _, program = nvrtc.nvrtcCreateProgram(HOLD.encode(), b"hold.cu", 0, [], [])
-    assert int(nvrtc.nvrtcCompileProgram(program, 1, [b"--gpu-architecture=sm_90a"])[0]) == 0
+    assert int(nvrtc.nvrtcCompileProgram(program, 1, [b"--gpu-architecture=sm_90a"])[0]) == 0, HOLD
     code = b" " * nvrtc.nvrtcGetCUBINSize(program)[1]
     nvrtc.nvrtcGetCUBIN(program, code)
     function = check(cu.cuModuleGetFunction(check(cu.cuModuleLoadData(code)), b"hold"))

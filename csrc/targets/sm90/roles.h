@@ -132,11 +132,11 @@ class Roles {
   }
   MOK_DEVICE static uint32 address(const void* pointer) { return smem_address(pointer); }
 
-  // Calls `f(call index, args)` for the ranks of this GPU, each CTA starting at another one.
+  // Calls `f(call index, args)` for the ranks of this GPU, in one order everywhere: who communicates may wait for the
+  // products of a rank (for a free slot of its ring), and then those of no other rank come first.
   template <class F>
   MOK_DEVICE void for_each_call(F&& f) const {
-    for (int32 i = 0; i < set_.num_calls; ++i) {
-      const int32 index = (static_cast<int32>(blockIdx.x) + i) % set_.num_calls;
+    for (int32 index = 0; index < set_.num_calls; ++index) {
       const Args args(set_.calls[index]);
       f(index, args);
     }
