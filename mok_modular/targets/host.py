@@ -178,7 +178,8 @@ class SharedWorkspace:
 
     def clear_trace(self) -> None:
         """Starts the trace anew."""
-        self.trace = Trace("ns" if self.group.executor == "threads" else "steps")
+        executor = getattr(self.group, "executor", None)  # ranks that are processes have none
+        self.trace = Trace("ns" if executor == "threads" else "steps")
 
     def interrupt(self) -> None:
         """Ends a running call (Ctrl-C)."""
