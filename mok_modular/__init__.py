@@ -11,6 +11,7 @@ from mok_modular.functional import MoKForwardContext, MoKSchedule
 from mok_modular.group import LocalGroup, LocalMember
 from mok_modular.layer import MoE
 from mok_modular.plan import Plan
+from mok_modular.routing import Routing, capture_routing, load_routing
 from mok_modular.workspace import Workspace
 
 __version__ = "0.1.0"
@@ -29,8 +30,11 @@ __all__ = [
     "MoKSignalError",
     "MoKTimeoutError",
     "Plan",
+    "Routing",
     "Workspace",
+    "capture_routing",
     "functional",
+    "load_routing",
     "reference",
     "stages",
 ]

@@ -33,6 +33,8 @@ class MoKConfig:
     all_gather_top_experts_chunk_bytes: accepted for call compatibility, unused.
     dispatch: `pull` (the expert's rank reads) or `push`. combine: `push` (the expert's rank writes) or
         `pull`. Push dispatch and pull combine need a ring that holds all rows.
+    wire: how tokens and their gradients travel in MXFP8 layers, `bf16` or `mxfp8` (quantized once, at the source; half
+        the bytes). The same bits; BF16 layers take `bf16` only, and so does push dispatch, which writes BF16 rings.
     signal_grain: what one signal stands for, `row_block` or `minibatch`.
     ring: order of windows inside a generation, `interleaved` or `serial`.
     row_block: rows of the unit of padding and signals, 128 or 256; None takes the target's.
@@ -57,6 +59,7 @@ class MoKConfig:
     all_gather_top_experts_chunk_bytes: int = 2048
     dispatch: str = "pull"
     combine: str = "push"
+    wire: str = "bf16"
     signal_grain: str = "row_block"
     ring: str = "interleaved"
     row_block: int | None = None
@@ -72,6 +75,9 @@ class MoKConfig:
         self._check_mode()
         _check_choice("dispatch", self.dispatch, ("pull", "push"))
         _check_choice("combine", self.combine, ("push", "pull"))
+        _check_choice("wire", self.wire, ("bf16", "mxfp8"))
+        if self.wire == "mxfp8" and self.dispatch == "push":
+            raise ValueError("wire='mxfp8' needs dispatch='pull': a pusher writes the owner's ring, which holds BF16")
         _check_choice("signal_grain", self.signal_grain, ("row_block", "minibatch"))
         _check_choice("ring", self.ring, ("interleaved", "serial"))
         self._check_sizes()

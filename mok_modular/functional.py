@@ -43,6 +43,7 @@ from mok_modular.functional_backward import (
     backward_wgrad,
     recompute_forward_context,
 )
+from mok_modular.precision import RoutedWeight, unpack_forward
 from mok_modular.targets import host
 from mok_modular.workspace import (
     Workspace,
@@ -117,9 +118,9 @@ def forward(
     w_shared_gate: Tensor | None,
     w_shared_up: Tensor | None,
     w_shared_down: Tensor | None,
-    w_routed_gate: Tensor,
-    w_routed_up: Tensor,
-    w_routed_down: Tensor,
+    w_routed_gate: RoutedWeight,
+    w_routed_up: RoutedWeight,
+    w_routed_down: RoutedWeight,
     swiglu_limit: float | None = None,
     *,
     save_context: bool = True,
@@ -129,11 +130,13 @@ def forward(
     x [T, H] bf16; router_weights [T, K] float32; w_shared_gate, w_shared_up [S, H], w_shared_down [H, S] bf16 or all
     None; w_routed_gate, w_routed_up [El, I, H], w_routed_down [El, H, I] bf16, the experts of this rank. An expert is
     down(swiglu(gate(x), up(x))); swiglu_limit clamps gate above and up on both sides before it.
+    MXFP8: the three routed weights as (data, scale) of ops.mxfp8_quantize, H, I and S multiples of 128. Then x and h
+    are quantized too, and the context's x is what is left of it.
     Returns (output [T, H] bf16, context); the context's tensors are empty with save_context=False.
     """
 
     def prepare() -> tuple[host.Call, Any]:
-        weights = {
+        weights: dict[str, Any] = {
             "w_shared_gate": w_shared_gate,
             "w_shared_up": w_shared_up,
             "w_shared_down": w_shared_down,
@@ -141,13 +144,15 @@ def forward(
             "w_routed_up": w_routed_up,
             "w_routed_down": w_routed_down,
         }
-        sizes = check_layer(workspace, config, schedule, x, router_weights, weights, swiglu_limit)
+        weights, is_mxfp8 = unpack_forward(weights)
+        sizes = check_layer(workspace, config, schedule, x, router_weights, weights, swiglu_limit, is_mxfp8)
         output = torch.empty_like(x)
         ring_rows = min(config.macrobatch_size, schedule.peer_rank.numel())
         context = empty_context(x, ring_rows if save_context else 0, *sizes[1:])
         tensors = weights | context_tensors(context) | {"x": x, "router_weights": router_weights, "output": output}
         limit = None if swiglu_limit is None else float(swiglu_limit)
-        return layer_call("forward", workspace, config, schedule, sizes, tensors, len(x), limit), (output, context)
+        call = layer_call("forward", workspace, config, schedule, sizes, tensors, len(x), limit, is_mxfp8)
+        return call, (output, context)
 
     output, context = make_collective(workspace, "forward", config, prepare)
     keep_pushed_x(config, workspace, schedule, context)

@@ -30,6 +30,7 @@ def layout_key(config: MoKConfig) -> tuple[Any, ...]:
         config.combine,
         config.signal_grain,
         config.ring,
+        config.wire,
         config.row_block,
         config.signals,
     )

@@ -146,12 +146,13 @@ class Tasks {
   MOK_DEVICE int32 lag(Stage stage) const {
     if (args_.call.shape.is_serial_ring) return 0;
     const bool is_late = stage == Stage::down || stage == Stage::combine || stage == Stage::gate_up_dgrad ||
-                         stage == Stage::reverse_dispatch || stage == Stage::wgrad;
+                         stage == Stage::reverse_dispatch || stage == Stage::quantize || stage == Stage::wgrad;
     return is_late ? 1 : 0;
   }
   // A backward repeats dispatch and gate_up of what is not in the context; halves of it leave stages out.
   MOK_DEVICE static bool has_stage(const Call& call, Stage stage, int32 macrobatch) {
     if (!call.is_backward()) return true;
+    if (stage == Stage::quantize) return call.shape.is_mxfp8() && call.kind != CallKind::backward_dgrad;
     if (stage == Stage::wgrad) return call.kind != CallKind::backward_dgrad;
     if (!call.has_dgrad()) return false;
     return macrobatch > 0 || !holds(kReplay, stage);
@@ -204,6 +205,7 @@ class Tasks {
         return num_copy_tasks(s);
       case Stage::swiglu:
       case Stage::swiglu_backward:
+      case Stage::quantize:
         return s.row_block() / kElementRows;
       case Stage::down_dgrad:
         return num_down_dgrad_tiles(s);

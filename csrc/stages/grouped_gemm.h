@@ -193,7 +193,7 @@ struct GroupedGemm {
   // The calling lanes hold 32 columns of one row; this one holds Lanes::kNum of them.
   template <class Lanes>
   MOK_DEVICE static void element(const Call& call, Plane plane, const float (&acc0)[Lanes::kNum],
-                                 const float (&acc1)[Lanes::kNum], const Lanes&, bf16 (&out)[Lanes::kNum]) {
+                                 const float (&acc1)[Lanes::kNum], const Lanes& lanes, bf16 (&out)[Lanes::kNum]) {
     MOK_UNROLL
     for (int32 i = 0; i < Lanes::kNum; ++i) {
       if (plane == Plane::hidden)
@@ -201,6 +201,7 @@ struct GroupedGemm {
       else
         out[i] = to_bf16(plane == Plane::up ? acc1[i] : acc0[i]);
     }
+    if (!kIsShared && plane == Plane::hidden && call.shape.is_mxfp8()) round_trip(lanes, out);
   }
 
   // Where the rows of a task's block start in a plane; null where each row has a place of its own, at its source.

@@ -45,7 +45,7 @@ WRITERS = {
     "d_hidden_ready": ("down_dgrad",),
     "d_gate_up_ready": ("swiglu_backward", "down_dgrad"),
     "d_x_ready": ("gate_up_dgrad",),
-    "segment_ready": ("swiglu_backward", "down_dgrad"),
+    "segment_ready": ("swiglu_backward", "down_dgrad", "quantize"),
     "carry_done": ("wgrad",),
     "shared_d_gate_up_ready": ("shared_down_dgrad",),
     "published": ("publish",),
@@ -94,6 +94,7 @@ class Call:
     intermediate_size: int = 64
     shared_size: int = 0
     swiglu_limit: float | None = None
+    is_mxfp8: bool = False  # operands of the routed experts
     config: MoKConfig = field(default_factory=MoKConfig)
     stream: torch.cuda.Stream | None = None  # the rank's current one, on a GPU
 
@@ -181,6 +182,7 @@ class SharedWorkspace:
         shape.is_pull_combine = config.combine == "pull"
         shape.is_minibatch_grain = config.signal_grain == "minibatch"
         shape.is_serial_ring = config.ring == "serial"
+        shape.is_mxfp8_wire = config.wire == "mxfp8"
         shape.has_backward = self.has_backward
         return shape
 
@@ -234,6 +236,8 @@ class SharedWorkspace:
             self.shape(call.num_local_experts, call.capacity_rows, call.intermediate_size, call.shared_size)
             for call in calls
         ]
+        for call, shape in zip(calls, shapes, strict=True):
+            shape.is_mxfp8 = call.is_mxfp8
         if _is_mismatch_hidden(calls):
             return [MoKPeerError(describe_mismatch(calls)) for _ in calls]
         # Ranks whose calls differ run until they see it: each one's memory must hold what it works on until then.
@@ -387,6 +391,7 @@ def launches(call: Call, shape: Any) -> list[Launch]:
             has_shared,
             has_dgrad=call.kind != "backward_wgrad",
             has_wgrad=call.kind != "backward_dgrad",
+            is_mxfp8=call.is_mxfp8,
         )
     return call.plan.launches(shape.max_generations, has_shared)
 

@@ -23,6 +23,7 @@ def test_defaults() -> None:
         "all_gather_top_experts_chunk_bytes": 2048,
         "dispatch": "pull",
         "combine": "push",
+        "wire": "bf16",
         "signal_grain": "row_block",
         "ring": "interleaved",
         "row_block": None,

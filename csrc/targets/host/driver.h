@@ -6,6 +6,7 @@
 #include "stages/dispatch.h"
 #include "stages/grouped_gemm.h"
 #include "stages/publish.h"
+#include "stages/quantize.h"
 #include "stages/reduce.h"
 #include "stages/reverse_combine.h"
 #include "stages/reverse_dispatch.h"
@@ -117,6 +118,9 @@ void run_tasks(const Args& args, const Launch& launch, Worker& worker) {
     }
     if constexpr (holds(kGroup, Stage::reverse_dispatch)) {
       if (task.stage == Stage::reverse_dispatch) is_running = run_tile<ReverseDispatch>(args, worker, task);
+    }
+    if constexpr (holds(kGroup, Stage::quantize)) {
+      if (task.stage == Stage::quantize) is_running = run_tile<Quantize>(args, worker, task);
     }
     if constexpr (holds(kGroup, Stage::wgrad)) {
       if (task.stage == Stage::wgrad) is_running = run_gemm<Wgrad>(args, worker, task);

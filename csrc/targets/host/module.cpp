@@ -23,6 +23,7 @@ void bind_explore(nb::module_& m);
 // Only where stage code is compiled for the happens-before checker.
 void start_happens_before();
 std::vector<std::string> happens_before_races(long long* num_races, long long* num_accesses, long long* num_releases);
+void bind_mxfp8(nb::module_& m);
 }  // namespace mok::host
 
 namespace mok::kernels {
@@ -66,6 +67,8 @@ Tensors make_tensors(const Pointers& p) {
   t.w_routed_gate = take<bf16>(p, "w_routed_gate");
   t.w_routed_up = take<bf16>(p, "w_routed_up");
   t.w_routed_down = take<bf16>(p, "w_routed_down");
+  t.w_dgrad_gate = take<bf16>(p, "w_dgrad_gate");
+  t.w_dgrad_up = take<bf16>(p, "w_dgrad_up");
   t.top_experts = take<int32>(p, "top_experts");
   t.output = take<bf16>(p, "output");
   t.context_x = take<bf16>(p, "context_x");
@@ -257,6 +260,8 @@ void bind_shape(nb::module_& m) {
       .def_rw("is_minibatch_grain", &Shape::is_minibatch_grain)
       .def_rw("is_serial_ring", &Shape::is_serial_ring)
       .def_rw("has_backward", &Shape::has_backward)
+      .def_rw("is_mxfp8", &Shape::has_mxfp8_operands)
+      .def_rw("is_mxfp8_wire", &Shape::has_mxfp8_wire)
       .def_prop_ro("max_generations", &Shape::max_generations)
       .def_prop_ro("max_windows", &Shape::max_windows)
       .def("region_bytes", [](const Shape& s) {
@@ -387,6 +392,7 @@ NB_MODULE(_host, m) {
   bind_program(m);
   bind_cuda(m);
   bind_explore(m);
+  bind_mxfp8(m);
   m.def("run", &run, "workspace"_a, "programs"_a, "order"_a, "seed"_a, "use_threads"_a, "timeout_s"_a,
         "start_timeout_s"_a, "lost_signals"_a = std::vector<std::tuple<std::string, int, int, long long>>{},
         "faults"_a = nb::list(), "is_traced"_a = false, "trace_begin"_a = 0, "trace_capacity"_a = 1 << 16);

@@ -119,6 +119,11 @@ class StoreWorker {
 struct QuadLanes {
   static constexpr int kNum = 8;
   MOK_DEVICE int32 column(int32 i) const { return 8 * (i / 2) + 2 * (static_cast<int32>(lane_idx()) % 4) + i % 2; }
+  // Of all four; the whole warp calls.
+  MOK_DEVICE uint32 max(uint32 value) const {
+    value = max_of(value, __shfl_xor_sync(0xffffffffu, value, 1));
+    return max_of(value, __shfl_xor_sync(0xffffffffu, value, 2));
+  }
 };
 
 template <class S>
