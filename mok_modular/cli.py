@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from mok_modular import cli_look
 from mok_modular.build import TARGETS, BuildError, check_target, compile_plans, host_build_info
 from mok_modular.config import PRESETS, MoEShape, MoKConfig
 from mok_modular.errors import MoKPeerError, MoKTimeoutError, format_table
@@ -100,6 +101,7 @@ def _make_parser() -> _Parser:
     ab.set_defaults(command=_ab)
 
     stages = commands.add_parser("stages", help="the stages, their contracts and the active implementation")
+    cli_look.add_stage_options(stages)
     stages.set_defaults(command=_stages)
 
     build = commands.add_parser("build", help="compiles GPU targets ahead of time; how the host target was compiled")
@@ -116,8 +118,6 @@ def _make_parser() -> _Parser:
 
     doctor = commands.add_parser("doctor", help="what is wrong with the installation and how to mend it")
     doctor.set_defaults(command=_doctor)
-
-    from mok_modular import cli_look
 
     for command in (run, ab, stages, build, doctor, *cli_look.add_commands(commands)):
         command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
@@ -263,6 +263,8 @@ def _draw_timeline(args: argparse.Namespace) -> None:
 
 
 def _stages(args: argparse.Namespace) -> int:
+    if args.only is not None:
+        return cli_look.run_stage(args)
     package = importlib.import_module("mok_modular.stages")
     missing = ""
     try:
