@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from mok_modular import cli_look
 from mok_modular.build import TARGETS, BuildError, check_target, compile_plans, host_build_info
 from mok_modular.config import PRESETS, MoEShape, MoKConfig
 from mok_modular.errors import MoKPeerError, MoKTimeoutError, format_table
@@ -107,6 +108,7 @@ def _make_parser() -> _Parser:
         help="run this stage alone on captured routing, against its reference",
     )
     stages.add_argument("--dump", type=Path, metavar="DIR", help="with --only: save its results to DIR/NAME.pt")
+    cli_look.add_stage_options(stages)
     _add_capture_options(stages)
     stages.set_defaults(command=_stages)
 
@@ -127,8 +129,6 @@ def _make_parser() -> _Parser:
     doctor.add_argument("--ranks", type=int, default=4, help="ranks of that layer (default: 4)")
     doctor.add_argument("--tokens", type=int, default=256, help="its tokens a rank (default: 256)")
     doctor.set_defaults(command=_doctor)
-
-    from mok_modular import cli_look
 
     for command in (run, ab, stages, build, doctor, *cli_look.add_commands(commands)):
         command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
@@ -286,7 +286,9 @@ def _draw_timeline(args: argparse.Namespace) -> None:
 
 def _stages(args: argparse.Namespace) -> int:
     if args.only is not None:
-        return _replay(args)
+        return _replay(args) if args.input is None else cli_look.run_stage(args)
+    if args.input is not None:
+        raise ValueError("--input needs --only NAME")
     if args.dump is not None:
         raise ValueError("--dump needs --only NAME")
     package = importlib.import_module("mok_modular.stages")

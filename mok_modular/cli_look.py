@@ -1,4 +1,4 @@
-"""Commands that look inside: `explore`."""
+"""Commands that look inside: `explore`, `explain`, `sweep`, and `stages --only`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from mok_modular.errors import format_table
@@ -26,7 +27,109 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
     explore.add_argument("--fault", metavar="NAME", help="plant this fault and tell what happens (see --fault list)")
     explore.add_argument("--threads", type=int, default=2, help="searches at a time (default: 2)")
     explore.set_defaults(command=_explore)
-    return [explore]
+
+    explain = commands.add_parser("explain", help="walk through a small forward step by step (commands on stdin)")
+    explain.add_argument("--mode", default="split", help="fused, split or a plan string (default: split)")
+    explain.add_argument("--tokens", type=int, default=16, help="tokens of each rank (default: 16)")
+    explain.set_defaults(command=_explain)
+
+    sweep = commands.add_parser("sweep", help="one forward over a grid of choices: bytes, logical steps, idle waits")
+    sweep.add_argument(
+        "--over",
+        action="append",
+        default=[],
+        metavar="AXIS=V,V",
+        help="plan, minibatch, macrobatch, grain, direction, ring, workers or imbalance; several make a grid "
+        "(default: plan=fused,split); plans are joined by ';'",
+    )
+    sweep.add_argument("--tokens", type=int, default=64, help="tokens of each rank (default: 64)")
+    sweep.add_argument("--png", type=Path, metavar="FILE", help="draw work, wait and idle (needs matplotlib)")
+    sweep.set_defaults(command=_sweep)
+    return [explore, explain, sweep]
+
+
+def add_stage_options(stages: argparse.ArgumentParser) -> None:
+    """`stages --only NAME --input FILE`."""
+    stages.add_argument(
+        "--input",
+        type=Path,
+        metavar="FILE",
+        help="with --only: arguments of a stage that mok_modular.testing.capture wrote, instead of captured routing",
+    )
+
+
+def run_stage(args: argparse.Namespace) -> int:
+    """One captured stage alone: the compiled one against its reference."""
+    from mok_modular.swap import STAGES_OF
+    from mok_modular.testing.capture import replay
+
+    if args.only not in STAGES_OF:
+        raise ValueError(f"with --input, --only must be one of {', '.join(STAGES_OF)}; got {args.only!r}")
+    found = replay(args.only, args.input, args.dump)
+    if args.json:
+        print(json.dumps({"ok": True, "stage": args.only, **found}))
+        return 0
+    rows = [("results", ", ".join(map(str, found["shapes"]))), ("same bits as the reference", found["is_same"])]
+    rows += [("largest difference", f"{found['max_error']:.3g}")]
+    print(format_table((args.only, "alone"), rows))
+    if args.dump is not None:
+        print(f"written to {args.dump}")
+    return 0
+
+
+def _workload(num_tokens: int, num_ranks: int) -> Any:
+    from mok_modular.config import MoEShape
+    from mok_modular.routing import load_routing
+    from mok_modular.testing import Workload
+
+    if num_tokens < 1:
+        raise ValueError(f"--tokens must be at least 1, got {num_tokens}")
+    routing = load_routing(None)
+    shape = MoEShape("small", 128, 192, routing.num_experts, routing.expert_ids.shape[3], 64)
+    return Workload.from_routing(routing, shape, num_ranks=num_ranks, num_tokens=num_tokens)
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from mok_modular.config import MoKConfig
+    from mok_modular.explain import HELP, Walk, converse, describe
+    from mok_modular.group import LocalGroup
+    from mok_modular.testing import run_forward
+
+    config = MoKConfig(mode=args.mode, minibatch_size=128, macrobatch_size=256, trace=True)
+    group = LocalGroup(2, num_workers=2)
+    run_forward(group, _workload(args.tokens, 2), config)
+    walk = Walk(next(iter(group.workspaces.values())).trace())
+    if args.json:
+        print(json.dumps({"ok": True, "steps": [describe(step) for step in walk.steps]}))
+        return 0
+    print(f"{len(walk.steps)} steps of a forward of 2 ranks, mode {args.mode}; logical time in brackets\n{HELP}")
+    for line in converse(walk, sys.stdin):
+        print(line, flush=True)
+    return 0
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    from mok_modular.sweep import AXES, plot, sweep
+
+    axes: dict[str, list[Any]] = {}
+    for text in args.over or ["plan=fused,split"]:
+        name, is_pair, values = text.partition("=")
+        if not is_pair or name not in AXES:
+            raise ValueError(f"--over takes AXIS=V,V with AXIS one of {', '.join(AXES)}; got {text!r}")
+        separator = ";" if name == "plan" and ";" in values else ","
+        try:
+            axes[name] = [AXES[name](value) for value in values.split(separator)]
+        except ValueError:
+            raise ValueError(f"--over {name} takes numbers, got {values!r}") from None
+    rows = sweep(_workload(args.tokens, 4), axes)
+    if args.png is not None:
+        plot(rows, list(axes), args.png)
+    if args.json:
+        print(json.dumps({"ok": True, "rows": rows}))
+        return 0
+    print(format_table(list(rows[0]), [list(row.values()) for row in rows]))
+    print("steps: logical time of the forward; work, wait, idle: worker steps, summed over workers")
+    return 0
 
 
 def _tell(text: str) -> None:

@@ -71,6 +71,7 @@ class Setup:
     workers: str = "one"
     is_push_dispatch: bool = False
     is_pull_combine: bool = False
+    is_mxfp8: bool = False
     is_zero_copy: bool = False
     fault: str = ""
     is_expiry_allowed: bool = False
@@ -90,6 +91,7 @@ class Setup:
         return [
             ("push dispatch", self.is_push_dispatch),
             ("pull combine", self.is_pull_combine),
+            ("MXFP8", self.is_mxfp8),
             ("zero-copy input", self.is_zero_copy),
             (f"planted: {self.fault}", bool(self.fault)),
             ("one wait may expire", self.is_expiry_allowed),
@@ -138,6 +140,7 @@ def search(setup: Setup, *, is_reduced: bool = True, max_states: int = MAX_STATE
         setup.workers,
         setup.is_push_dispatch,
         setup.is_pull_combine,
+        setup.is_mxfp8,
         setup.is_zero_copy,
         setup.fault,
         setup.is_expiry_allowed,
@@ -165,6 +168,9 @@ def setups(sequence: str, plans: Sequence[Plan] | None = None) -> Iterator[Setup
             for layout in layouts:
                 for workers in all_workers:
                     yield Setup(sequence, str(plan), layout, workers, is_expiry_allowed=num_ranks == 2)
+            if "B" in sequence:
+                yield Setup(sequence, str(plan), layouts[0], "tasks", is_mxfp8=True)
+                yield Setup(sequence, str(plan), layouts[0], "one", is_mxfp8=True)
             if num_ranks == 2 and "C" in sequence:
                 yield Setup(sequence, str(plan), layouts[0], "tasks", is_zero_copy=True)
             if num_ranks == 2 and "F" in sequence and "B" not in sequence and "R" not in sequence:

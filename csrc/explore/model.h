@@ -27,7 +27,7 @@ enum class Op : std::uint8_t {
 };
 
 // Versions: of a call and a row block, of the carry of a macrobatch, or of a call alone.
-constexpr int kVersionsOfCall = 64, kCarryVersion = 16, kWholeVersion = 62;
+constexpr int kVersionsOfCall = 64, kCarryVersion = 16, kQuantizedVersion = 32, kWholeVersion = 62;
 
 struct Action {
   Op op;
@@ -78,6 +78,7 @@ struct Setup {
   std::vector<std::vector<std::vector<int>>> sources;  // [rank][block]: ranks that its rows come from
   Workers workers = Workers::one;
   bool is_push_dispatch = false, is_pull_combine = false;
+  bool is_mxfp8 = false;           // operands of weight gradients are quantized, in place
   bool is_zero_copy = false;       // the caller writes the published input itself, between calls
   std::string fault;               // empty: the protocol as it is
   bool is_expiry_allowed = false;  // any one wait may be given up

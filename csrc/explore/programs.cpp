@@ -340,7 +340,7 @@ class Builder {
   }
   void say_d_gate_up_ready(int block) {
     signal(Edge::d_gate_up_ready, block);
-    signal(Edge::segment_ready, 100 * macrobatch(block) + expert(block));
+    if (!setup_.is_mxfp8) signal(Edge::segment_ready, 100 * macrobatch(block) + expert(block));
   }
   SkeletonTask down_dgrad(int block, int tile, int context) {
     begin(Stage::down_dgrad, at("down_dgrad", block, tile));
@@ -391,6 +391,28 @@ class Builder {
     return end();
   }
 
+  // In place of what nobody reads any more; d_gate and d_up, which gate_up_dgrad may still read, go to gate and up.
+  int quantized(int block) const { return version(kQuantizedVersion + block); }
+  SkeletonTask quantize(int block, int context) {
+    begin(Stage::quantize, at("quantize", block));
+    wait(Edge::d_gate_up_ready, block, d_gate_up_arrivals());
+    read(kept("x", block, context),
+         context >= 0 && macrobatch(block) == 0 ? version_of(context, block) : version(block));
+    read(ring("d_y", block), version(block));
+    for (int tile = 0; tile < kTiles; ++tile) {
+      read(ring("d_gate_up", block, tile), version(block));
+      read(ring("hidden", block, tile), version(block));
+    }
+    write(ring("x", block), quantized(block));
+    write(ring("d_y", block), quantized(block));
+    for (int tile = 0; tile < kTiles; ++tile) {
+      write(ring("gate_up", block, tile), quantized(block));
+      write(ring("hidden", block, tile), quantized(block));
+    }
+    signal(Edge::segment_ready, 100 * macrobatch(block) + expert(block));
+    return end();
+  }
+
   // One tile of each expert's weight gradients in a macrobatch.
   std::vector<int> blocks_of(int e, int m) const {
     std::vector<int> blocks;
@@ -414,13 +436,23 @@ class Builder {
   SkeletonTask wgrad(int e, int m, int context) {
     begin(Stage::wgrad, at("wgrad", e) + " in macrobatch " + std::to_string(m));
     const std::vector<int> blocks = blocks_of(e, m);
-    wait(Edge::segment_ready, 100 * m + e, static_cast<int>(blocks.size()) * d_gate_up_arrivals());
+    const int per_block = setup_.is_mxfp8 ? 1 : d_gate_up_arrivals();
+    wait(Edge::segment_ready, 100 * m + e, static_cast<int>(blocks.size()) * per_block);
     const bool is_in = is_carried_in(e, m), is_out = is_carried_out(e, m);
     if (is_in)
       wait(Edge::carry_done, m - 1, carries_of(m - 1));
     else if (is_out && has_carry_in(m) && !fault("carry_without_read_edge"))
       wait(Edge::carry_done, m, 1);
     for (const int block : blocks) {
+      if (setup_.is_mxfp8) {
+        read(ring("x", block), quantized(block));
+        read(ring("d_y", block), quantized(block));
+        for (int tile = 0; tile < kTiles; ++tile) {
+          read(ring("gate_up", block, tile), quantized(block));
+          read(ring("hidden", block, tile), quantized(block));
+        }
+        continue;
+      }
       const int made = context >= 0 && m == 0 ? version_of(context, block) : version(block);
       read(kept("x", block, context), made);
       read(ring("d_y", block), version(block));
@@ -473,7 +505,7 @@ class Builder {
         const auto stage = static_cast<Stage>(i);
         if (!holds(group, stage)) continue;
         const bool is_late = stage == Stage::down || stage == Stage::combine || stage == Stage::gate_up_dgrad ||
-                             stage == Stage::reverse_dispatch || stage == Stage::wgrad;
+                             stage == Stage::reverse_dispatch || stage == Stage::quantize || stage == Stage::wgrad;
         const int window = step - (is_late ? 1 : 0);
         if (window < 0 || window >= num_windows) continue;
         add_stage(kernel, stage, windows[static_cast<std::size_t>(window)], kind, context);
@@ -515,6 +547,9 @@ class Builder {
         break;
       case Stage::reverse_dispatch:
         if (!reverse_dispatch_in_gate_up_dgrad()) tasks.push_back(reverse_dispatch(block));
+        break;
+      case Stage::quantize:
+        if (setup_.is_mxfp8) tasks.push_back(quantize(block, context));
         break;
       default:
         if (!fault("wgrad_beside_down_dgrad")) add_wgrad(kernel, block, context);
@@ -617,6 +652,7 @@ class Builder {
           for (const Group group : setup_.groups)
             if ((group & kReplay) && generation > 0) replay.push_back(group & kReplay);
           of_generation.insert(of_generation.begin(), replay.begin(), replay.end());
+          if (setup_.is_mxfp8) of_generation.push_back(group_bit(Stage::quantize));
           of_generation.push_back(group_bit(Stage::wgrad));
         }
         for (const Group group : of_generation) {

@@ -333,6 +333,8 @@ class Search {
     const int call = (value - 1) / kVersionsOfCall, block = (value - 1) % kVersionsOfCall;
     const std::string text = "what call " + std::to_string(call) + " wrote";
     if (block == kWholeVersion) return text;
+    if (block >= kQuantizedVersion)
+      return text + " for row block " + std::to_string(block - kQuantizedVersion) + ", quantized";
     return text + (block < kCarryVersion ? " for row block " + std::to_string(block)
                                          : " in macrobatch " + std::to_string(block - kCarryVersion));
   }

@@ -1,6 +1,7 @@
 """What tests, benchmarks and the command line share: inputs, a run of them, and the check against float64."""
 
 from mok_modular.testing import faults
+from mok_modular.testing.capture import capture
 from mok_modular.testing.contract import ContractReport, check_stage
 from mok_modular.testing.replay import REPLAYED, StageReplay, replay_stage
 from mok_modular.testing.workload import (
@@ -29,6 +30,7 @@ __all__ = [
     "StageStats",
     "TensorCheck",
     "Workload",
+    "capture",
     "check_forward",
     "check_passes",
     "check_stage",

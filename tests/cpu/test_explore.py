@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from helpers import FULL_RING, SMALL_RING, build, forward, make_workload, weights_of, workspace_for
+from helpers import FULL_RING, SMALL_RING, backward, build, forward, make_workload, recompute, workspace_for
 
-from mok_modular import LocalGroup, MoKConfig, cli, functional
+from mok_modular import LocalGroup, MoKConfig, cli
 from mok_modular.explore import LAYOUTS, PLANTED, SEQUENCES, SMALL, STRADDLING, Setup, explore, search, setups
 from mok_modular.plan import Plan, all_plans
 from mok_modular.targets.host import extension
@@ -115,36 +114,32 @@ def test_wrong_names() -> None:
 # ---- one edge table: skeletons and stage code ----
 
 
-def real_waits(config: MoKConfig) -> Iterator[tuple[str, str]]:
-    """(stage, edge) of every wait of a schedule, a forward, a recomputation and a backward of the stage code."""
-    workload = make_workload([150, 140, 0], E=3, K=4)
+def real_uses(config: MoKConfig, precision: str = "bf16") -> set[tuple[str, str, str]]:
+    """(stage, edge, wait or publish) of a schedule, a forward, a recomputation and a backward of the stage code."""
+    workload = make_workload([150, 140, 0], E=3, K=4, H=128, S=128, precision=precision)
 
-    def step(member: Any) -> set[tuple[str, str]]:
-        rank = member.rank()
+    def step(member: Any) -> set[tuple[str, str, str]]:
         workspace = workspace_for(workload, member, config)
         schedule = build(workload, workspace, config)
         _, context = forward(workload, workspace, config, schedule)
-        weights = weights_of(workload, member)
-        x, router = workload.x[rank], workload.router_weights[rank]
-        functional.recompute_forward_context(config, workspace, schedule, x, *weights[:2], *weights[3:5])
-        functional.backward(config, workspace, schedule, context, x, x, router, *weights)
-        return {(wait[0], wait[1]) for wait in workspace.shared.signal_uses if wait[2] == "wait"} | {
-            (use[0], use[1] + "!") for use in workspace.shared.signal_uses if use[2] == "publish"
-        }
+        recompute(workload, workspace, config, schedule)
+        backward(workload, workspace, config, schedule, context)
+        return workspace.shared.signal_uses
 
-    yield from LocalGroup(3).run(step)[0]
+    return LocalGroup(3).run(step)[0]
 
 
 def test_stage_code_and_skeletons_use_the_same_edges() -> None:
     """Every wait and signal of the stage code, in all plans, is in the table, and every row of the table is in use."""
     table = extension().edge_table()
-    seen: set[tuple[str, str]] = set()
+    seen: set[tuple[str, str, str]] = set()
     for plan in all_plans():
-        seen |= set(real_waits(MoKConfig(mode=str(plan), **SMALL_RING, trace=True)))
+        seen |= real_uses(MoKConfig(mode=str(plan), **SMALL_RING, trace=True))
+    seen |= real_uses(MoKConfig(mode="split", **SMALL_RING, trace=True), "mxfp8")
     for mode in ("split", "fused"):
-        seen |= set(real_waits(MoKConfig(mode=mode, **FULL_RING, dispatch="push", combine="pull", trace=True)))
-    waits = {use for use in seen if not use[1].endswith("!")}
-    signals = {(stage, edge[:-1]) for stage, edge in seen if edge.endswith("!")}
+        seen |= real_uses(MoKConfig(mode=mode, **FULL_RING, dispatch="push", combine="pull", trace=True))
+    waits = {(stage, edge) for stage, edge, what in seen if what == "wait"}
+    signals = {(stage, edge) for stage, edge, what in seen if what == "publish"}
     anywhere = {edge for edge, (writers, _) in table.items() if len(writers) > 15}
     assert anywhere == {"done", "exited"}
     for stage, edge in waits:

@@ -101,7 +101,7 @@ MUTATIONS = [
         "csrc/protocol/ring.h",
         "slot_num_blocks(call, macrobatch + 1, slot) > 0",
         "slot >= 0",
-        CPU + "test_bits.py",
+        CPU + "test_stage_ring.py",
     ),
     Mutation(
         "csrc/protocol/arrivals.h",

@@ -24,6 +24,7 @@ void bind_explore(nb::module_& m);
 // Only where stage code is compiled for the happens-before checker.
 void start_happens_before();
 std::vector<std::string> happens_before_races(long long* num_races, long long* num_accesses, long long* num_releases);
+void bind_mxfp8(nb::module_& m);
 }  // namespace mok::host
 
 namespace mok::kernels {
