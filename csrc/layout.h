@@ -8,37 +8,73 @@ namespace mok {
 
 constexpr int kMaxRanks = 128;
 
-// ---- the stages of a forward, in data-flow order --------------------------------------------
+// ---- stages, in data-flow order -------------------------------------------------------------
 
 enum class Stage : int32 {
-  // The five that a plan distributes over kernels. Their numbers are the bits of a group mask.
+  // Those that work window by window through the ring. Their numbers are the bits of a group mask.
+  // A forward's five, which a plan distributes over kernels; a backward repeats the first two where it replays.
   dispatch,
   gate_up,
   swiglu,
   down,
   combine,
+  // A backward's five, which mirror them, and the weight gradients, in MXFP8 behind a quantization of their operands.
+  reverse_combine,
+  down_dgrad,
+  swiglu_backward,
+  gate_up_dgrad,
+  reverse_dispatch,
+  quantize,
+  wgrad,
   // The rest: always first or last, never between.
   schedule,
   publish,
   shared_gate_up,
   shared_down,
+  shared_down_dgrad,
+  shared_gate_up_dgrad,
+  shared_wgrad,
   reduce,
   kCount,
 };
-constexpr int kNumFusible = 5;
+constexpr int kNumWindowed = 12;
 constexpr int kNumStages = static_cast<int>(Stage::kCount);
 
 constexpr const char* stage_name(Stage stage) {
-  constexpr const char* kNames[kNumStages] = {"dispatch", "gate_up", "swiglu",         "down",        "combine",
-                                              "schedule", "publish", "shared_gate_up", "shared_down", "reduce"};
+  constexpr const char* kNames[kNumStages] = {"dispatch",
+                                              "gate_up",
+                                              "swiglu",
+                                              "down",
+                                              "combine",
+                                              "reverse_combine",
+                                              "down_dgrad",
+                                              "swiglu_backward",
+                                              "gate_up_dgrad",
+                                              "reverse_dispatch",
+                                              "quantize",
+                                              "wgrad",
+                                              "schedule",
+                                              "publish",
+                                              "shared_gate_up",
+                                              "shared_down",
+                                              "shared_down_dgrad",
+                                              "shared_gate_up_dgrad",
+                                              "shared_wgrad",
+                                              "reduce"};
   return kNames[static_cast<int>(stage)];
 }
 
-// A set of fusible stages: what one kernel of a plan holds.
+// A set of windowed stages: what one kernel holds.
 using Group = uint32;
 constexpr Group group_bit(Stage stage) { return 1u << static_cast<int>(stage); }
-constexpr Group kAllFusible = (1u << kNumFusible) - 1;
 constexpr bool holds(Group group, Stage stage) { return (group & group_bit(stage)) != 0; }
+// All stages from one to another.
+constexpr Group group_of(Stage first, Stage last) {
+  return (2u << static_cast<int>(last)) - (1u << static_cast<int>(first));
+}
+constexpr Group kWholeForward = group_of(Stage::dispatch, Stage::combine);
+constexpr Group kReplay = group_of(Stage::dispatch, Stage::gate_up);
+constexpr Group kWholeBackward = kReplay | group_of(Stage::reverse_combine, Stage::wgrad);
 
 // ---- sizes ----------------------------------------------------------------------------------
 
@@ -52,6 +88,11 @@ constexpr int kScheduleChunk = 256;
 // Output columns of a GEMM task, by the target's tile (accumulator columns: twice that for gate_up).
 constexpr int kGateUpCols = MOK_TILE_COLS / 2;
 constexpr int kDownCols = MOK_TILE_COLS;
+// A weight gradient's tile: rows and columns of the weight.
+constexpr int kWgradRows = 128;
+constexpr int kWgradCols = MOK_TILE_COLS;
+// Columns that are reduced together, in a fixed tree: of a router gradient, and of an MX block.
+constexpr int kLaneCols = 32;
 
 // Run-time values on the host. A GPU build replaces this struct by one whose members are
 // `static constexpr`, generated from the same names.
@@ -71,9 +112,21 @@ struct Shape {
   bool is_pull_combine = false;
   bool is_minibatch_grain = false;  // signals of x_ready and y_ready: per minibatch slot
   bool is_serial_ring = false;
+  bool has_backward = false;        // the workspace has regions and counters for a backward
+  bool has_mxfp8_operands = false;  // see is_mxfp8()
+  bool has_mxfp8_wire = false;      // see is_mxfp8_wire()
 
   // A constant of the target where it has only one: divisions by it are then shifts.
   MOK_DEVICE int32 row_block() const { return MOK_ROW_BLOCK ? MOK_ROW_BLOCK : row_block_rows; }
+  // The routed experts' products have MXFP8 operands. A constant where a target compiles kernels for each type.
+  MOK_DEVICE bool is_mxfp8() const { return MOK_MXFP8 && has_mxfp8_operands; }
+  // Tokens are quantized at their source and travel as bytes and scales.
+  MOK_DEVICE bool is_mxfp8_wire() const { return MOK_MXFP8 && has_mxfp8_wire; }
+  // A token's row as peers read it: in MXFP8 its bytes, then its scales, and room to the next 16 bytes.
+  MOK_DEVICE int64 token_row_bytes() const {
+    if (!is_mxfp8_wire()) return hidden_size * int64{sizeof(bf16)};
+    return ceil_div(hidden_size + hidden_size / kLaneCols, 16) * int64{16};
+  }
   MOK_DEVICE int32 num_experts() const { return num_ranks * num_local_experts; }
   MOK_DEVICE int64 max_routes() const { return int64{max_tokens} * topk; }
   MOK_DEVICE int32 capacity_blocks() const { return capacity_rows / row_block(); }
@@ -83,7 +136,8 @@ struct Shape {
   // Two neighbouring windows hold more than a minibatch together, hence the bound.
   MOK_DEVICE int32 max_windows() const { return max_generations() * (2 * slots_per_ring() + 2); }
   MOK_DEVICE int32 token_blocks() const { return ceil_div(max_tokens, row_block()); }
-  MOK_DEVICE int32 max_launches() const { return 8 + kNumFusible * max_generations(); }
+  // A split backward has nine kernels a generation: a replay's two, five that mirror the forward's, quantize, wgrad.
+  MOK_DEVICE int32 max_launches() const { return 8 + 9 * max_generations(); }
   MOK_DEVICE int32 chunks_per_rank() const { return static_cast<int32>(ceil_div(max_routes(), int64{kScheduleChunk})); }
   MOK_DEVICE bool is_ring_complete() const { return ring_rows >= capacity_rows; }
 };
@@ -100,30 +154,47 @@ MOK_DEVICE int64 worst_case_rows(int64 num_routes, int64 num_local_experts, int6
 enum class Region : int32 {
   // symmetric: a peer reads or writes them
   x,            // bf16 [max_tokens, H]          the published input
-  combine,      // bf16 [max_tokens * K, H]      one cell per route, one writer per cell
-  top_experts,  // int32 [2, R, max_tokens * K]  by parity of the schedule epoch, by source rank
-  num_tokens,   // int32 [2, R]                  likewise
-  words,        // Word                          signals across ranks: entered, ..., abort
-  arrivals,     // Word [2, R, capacity_blocks]  push dispatch and pull combine only
-  ring_x,       // bf16 [ring_rows, H]           symmetric for push dispatch
-  ring_y,       // bf16 [ring_rows, H]           symmetric for pull combine
+  x_quantized,  // [max_tokens, row bytes]       the same in MXFP8, where tokens travel like that
+  combine,      // bf16 [max_tokens * K, H]      one cell per route, one writer per cell; in a backward d_x of the route
+  d_output,     // [max_tokens, row bytes]       published by a backward: bf16 [max_tokens, H], or in MXFP8
+  router_weights,  // float [max_tokens * K]     likewise
+  d_router,        // float [max_tokens * K]        one cell per route, pushed by a backward
+  top_experts,     // int32 [2, R, max_tokens * K]  by parity of the schedule epoch, by source rank
+  num_tokens,      // int32 [2, R]                  likewise
+  words,           // Word                          signals across ranks: entered, ..., abort
+  arrivals,        // Word [2, R, capacity_blocks]  push dispatch and pull combine only
+  ring_x,  // bf16 [ring_rows, H]           symmetric for push dispatch; see quantize.h for what five regions hold last
+  ring_y,  // bf16 [ring_rows, H]           symmetric for pull combine; in a backward d_x
   // local
   ring_gate,      // bf16 [ring_rows, I]
   ring_up,        // bf16 [ring_rows, I]
-  ring_hidden,    // bf16 [ring_rows, I]
+  ring_hidden,    // bf16 [ring_rows, I]           in a backward weight * h
   shared_hidden,  // bf16 [max_tokens, S]
-  shared_y,       // bf16 [max_tokens, H]
-  counters,       // Word [2 banks, ...]           signals inside a rank, tickets
-  epochs,         // Epochs
-  histogram,      // int32 [R * (chunks + 1), E]   schedule only: prefixes by chunk, then totals
+  shared_y,       // bf16 [max_tokens, H]          in a backward the shared expert's d_x
+  // of a backward
+  ring_d_y,         // bf16 [ring_rows, H]
+  ring_weight,      // float [ring_rows]           router weight of a row
+  ring_d_hidden,    // bf16 [ring_rows, I]
+  ring_d_gate,      // bf16 [ring_rows, I]
+  ring_d_up,        // bf16 [ring_rows, I]
+  router_partials,  // float [ring_rows, I / 32]   a row's d_router by groups of columns
+  shared_d_gate,    // bf16 [max_tokens, S]
+  shared_d_up,      // bf16 [max_tokens, S]
+  carry,            // float [tiles, 128, 128]     weight gradients of the expert that goes on in the next macrobatch
+  counters,         // Word [2 banks, ...]           signals inside a rank, tickets
+  epochs,           // Epochs
+  histogram,        // int32 [R * (chunks + 1), E]   schedule only: prefixes by chunk, then totals
   kCount,
 };
 constexpr int kNumRegions = static_cast<int>(Region::kCount);
 
 constexpr const char* region_name(Region region) {
   constexpr const char* kNames[kNumRegions] = {
-      "x",         "combine", "top_experts", "num_tokens",    "words",    "arrivals", "ring_x", "ring_y",
-      "ring_gate", "ring_up", "ring_hidden", "shared_hidden", "shared_y", "counters", "epochs", "histogram"};
+      "x",           "x_quantized",   "combine",     "d_output",      "router_weights",  "d_router",
+      "top_experts", "num_tokens",    "words",       "arrivals",      "ring_x",          "ring_y",
+      "ring_gate",   "ring_up",       "ring_hidden", "shared_hidden", "shared_y",        "ring_d_y",
+      "ring_weight", "ring_d_hidden", "ring_d_gate", "ring_d_up",     "router_partials", "shared_d_gate",
+      "shared_d_up", "carry",         "counters",    "epochs",        "histogram"};
   return kNames[static_cast<int>(region)];
 }
 
@@ -154,6 +225,13 @@ enum class Edge : int32 {
   slot_free,
   shared_hidden_ready,
   shared_ready,
+  d_y_ready,
+  d_hidden_ready,
+  d_gate_up_ready,
+  d_x_ready,
+  segment_ready,
+  carry_done,
+  shared_d_gate_up_ready,
   published,
   pushed,
   tickets,
@@ -170,14 +248,28 @@ constexpr int kNumEdges = static_cast<int>(Edge::kCount);
 
 constexpr const char* edge_name(Edge edge) {
   constexpr const char* kNames[kNumEdges] = {
-      "entered",      "topk_ready",    "input_ready",      "done",           "x_arrived", "y_arrived",
-      "x_ready",      "gate_up_ready", "hidden_ready",     "y_ready",        "slot_free", "shared_hidden_ready",
-      "shared_ready", "published",     "pushed",           "tickets",        "exited",    "ids_pushed",
-      "ids_counted",  "laid_out",      "schedule_tickets", "schedule_exited"};
+      "entered",        "topk_ready",    "input_ready",    "done",
+      "x_arrived",      "y_arrived",     "x_ready",        "gate_up_ready",
+      "hidden_ready",   "y_ready",       "slot_free",      "shared_hidden_ready",
+      "shared_ready",   "d_y_ready",     "d_hidden_ready", "d_gate_up_ready",
+      "d_x_ready",      "segment_ready", "carry_done",     "shared_d_gate_up_ready",
+      "published",      "pushed",        "tickets",        "exited",
+      "ids_pushed",     "ids_counted",   "laid_out",       "schedule_tickets",
+      "schedule_exited"};
   return kNames[static_cast<int>(edge)];
 }
 constexpr bool is_cross_rank(Edge edge) { return edge <= Edge::y_arrived; }
 constexpr bool is_schedule_edge(Edge edge) { return edge >= Edge::ids_pushed || edge == Edge::topk_ready; }
+
+// Tiles of an expert's three weight gradients.
+MOK_DEVICE int32 num_wgrad_tiles(int32 hidden_size, int32 width) {
+  return 2 * ceil_div(width, kWgradRows) * ceil_div(hidden_size, kWgradCols) +
+         ceil_div(hidden_size, kWgradRows) * ceil_div(width, kWgradCols);
+}
+// Only an expert whose rows go on in the next macrobatch leaves a carry.
+MOK_DEVICE int32 num_carry_tiles(const Shape& s) {
+  return s.has_backward && !s.is_ring_complete() ? num_wgrad_tiles(s.hidden_size, s.intermediate_size) : 0;
+}
 
 // How many counters an edge has in one bank (for edges inside a rank).
 MOK_DEVICE int64 num_counters(Edge edge, const Shape& s) {
@@ -192,6 +284,17 @@ MOK_DEVICE int64 num_counters(Edge edge, const Shape& s) {
     case Edge::shared_hidden_ready:
     case Edge::shared_ready:
       return s.token_blocks();
+    case Edge::d_y_ready:
+    case Edge::d_hidden_ready:
+    case Edge::d_gate_up_ready:
+    case Edge::d_x_ready:
+      return s.has_backward ? s.capacity_blocks() : 0;
+    case Edge::segment_ready:
+      return s.has_backward ? int64{s.max_generations()} * s.num_local_experts : 0;
+    case Edge::carry_done:
+      return int64{s.max_generations()} * num_carry_tiles(s);
+    case Edge::shared_d_gate_up_ready:
+      return s.has_backward ? s.token_blocks() : 0;
     case Edge::pushed:
       return s.is_push_dispatch ? int64{s.num_ranks} * s.capacity_blocks() : 0;
     case Edge::tickets:
@@ -243,12 +346,19 @@ MOK_DEVICE int64 word_offset(Edge edge, int parity, int src_rank, const Shape& s
 MOK_DEVICE int64 abort_offset(int src_rank, const Shape& s) { return int64{6} * s.num_ranks + src_rank; }
 
 MOK_DEVICE int64 region_bytes(Region region, const Shape& s) {
-  const int64 bf16_bytes = sizeof(bf16), word_bytes = sizeof(Word), ranks = s.num_ranks;
+  const int64 bf16_bytes = sizeof(bf16), float_bytes = sizeof(float), word_bytes = sizeof(Word), ranks = s.num_ranks;
   switch (region) {
     case Region::x:
       return s.max_tokens * bf16_bytes * s.hidden_size;
+    case Region::x_quantized:
+      return s.is_mxfp8_wire() ? s.max_tokens * s.token_row_bytes() : 0;
     case Region::combine:
       return s.max_routes() * bf16_bytes * s.hidden_size;
+    case Region::d_output:
+      return s.has_backward ? s.max_tokens * s.token_row_bytes() : 0;
+    case Region::router_weights:
+    case Region::d_router:
+      return s.has_backward ? s.max_routes() * float_bytes : 0;
     case Region::top_experts:
       return 2 * ranks * s.max_routes() * int64{sizeof(int32)};
     case Region::num_tokens:
@@ -268,6 +378,21 @@ MOK_DEVICE int64 region_bytes(Region region, const Shape& s) {
       return s.max_tokens * bf16_bytes * s.shared_size;
     case Region::shared_y:
       return s.shared_size ? s.max_tokens * bf16_bytes * s.hidden_size : 0;
+    case Region::ring_d_y:
+      return s.has_backward ? s.ring_rows * bf16_bytes * s.hidden_size : 0;
+    case Region::ring_weight:
+      return s.has_backward ? s.ring_rows * float_bytes : 0;
+    case Region::ring_d_hidden:
+    case Region::ring_d_gate:
+    case Region::ring_d_up:
+      return s.has_backward ? s.ring_rows * bf16_bytes * s.intermediate_size : 0;
+    case Region::router_partials:
+      return s.has_backward ? s.ring_rows * float_bytes * (s.intermediate_size / kLaneCols) : 0;
+    case Region::shared_d_gate:
+    case Region::shared_d_up:
+      return s.has_backward ? s.max_tokens * bf16_bytes * s.shared_size : 0;
+    case Region::carry:
+      return num_carry_tiles(s) * float_bytes * kWgradRows * kWgradCols;
     case Region::counters:
       return 2 * (bank_size(false, s) + bank_size(true, s)) * word_bytes;
     case Region::epochs:
@@ -301,6 +426,18 @@ struct Schedule {
 };
 enum ScheduleCount : int32 { kCountRows, kCountWindows, kCountRoutes, kCountWantedRows, kCountBuild, kNumCounts };
 
+// What becomes of a weight gradient: a BF16 tensor of its own, or one addition into the caller's (BF16 or FP32).
+enum class GradientMode : int32 { store, add_bf16, add_fp32 };
+struct WeightGradients {
+  GradientMode mode = GradientMode::store;
+  void* routed_gate = nullptr;
+  void* routed_up = nullptr;
+  void* routed_down = nullptr;
+  void* shared_gate = nullptr;
+  void* shared_up = nullptr;
+  void* shared_down = nullptr;
+};
+
 struct Tensors {
   const bf16* x;                // [T, H]
   const float* router_weights;  // [T, K]
@@ -310,19 +447,36 @@ struct Tensors {
   const bf16* w_routed_gate;    // [El, I, H]
   const bf16* w_routed_up;      // [El, I, H]
   const bf16* w_routed_down;    // [El, H, I]
-  const int32* top_experts;     // [T, K]           schedule only
-  bf16* output;                 // [T, H]
-  // Context of macrobatch 0 (rows [ring_rows]); null: nothing is kept and the ring is used.
+  // The same two as gate_up_dgrad reads them, where they were quantized along another axis; null: there is but one.
+  const bf16* w_dgrad_gate;
+  const bf16* w_dgrad_up;
+  const int32* top_experts;  // [T, K]           schedule only
+  bf16* output;              // [T, H]           in a backward d_x
+  // Context of macrobatch 0 (rows [ring_rows]); null: nothing is kept and the ring is used. A backward reads it.
   bf16* context_x;            // [ring_rows, H]
   bf16* context_gate;         // [ring_rows, I]
   bf16* context_up;           // [ring_rows, I]
   bf16* context_shared_gate;  // [T, S]
   bf16* context_shared_up;    // [T, S]
+  // Of a backward.
+  const bf16* d_output;  // [T, H]
+  float* d_router;       // [T, K]
+  // Gradients of the weights, in their shapes: all of one type, null where there is no such weight.
+  WeightGradients d_weights;
+  // What dgrad leaves for a wgrad apart, with a ring that holds all rows; null: the ring's own regions.
+  bf16* saved_d_y;            // [ring_rows, H]
+  bf16* saved_hidden;         // [ring_rows, I]  weight * h
+  bf16* saved_d_gate;         // [ring_rows, I]
+  bf16* saved_d_up;           // [ring_rows, I]
+  bf16* saved_shared_hidden;  // [T, S]
+  bf16* saved_shared_d_gate;  // [T, S]
+  bf16* saved_shared_d_up;    // [T, S]
 };
 
-enum class CallKind : int32 { none, schedule, forward };
+enum class CallKind : int32 { none, schedule, forward, recompute, backward, backward_dgrad, backward_wgrad };
 constexpr const char* call_kind_name(CallKind kind) {
-  constexpr const char* kNames[] = {"nothing", "build_schedule", "forward"};
+  constexpr const char* kNames[] = {"nothing",  "build_schedule", "forward",       "recompute_forward_context",
+                                    "backward", "backward_dgrad", "backward_wgrad"};
   return kNames[static_cast<int>(kind)];
 }
 
@@ -345,7 +499,7 @@ struct Call {
   uint32 fingerprint = 0;  // 16 bits over what all ranks must agree on
   int32 rank = 0;
   int32 num_tokens = 0;
-  Group groups[kNumFusible] = {};  // the group that holds stage i
+  Group groups[kNumWindowed] = {};  // what the kernel that holds stage i holds
   bool has_swiglu_limit = false;
   float swiglu_limit = 0.0f;
   Schedule schedule = {};
@@ -376,17 +530,24 @@ struct Call {
     if (peer_rank == rank) return at<T>(region);
     return reinterpret_cast<T*>(regions[peer_rank * kNumRegions + static_cast<int>(region)]);
   }
+  MOK_DEVICE bool is_backward() const {
+    return kind == CallKind::backward || kind == CallKind::backward_dgrad || kind == CallKind::backward_wgrad;
+  }
+  // Whether input is copied to where peers read it: a wgrad apart has nothing that they need.
+  MOK_DEVICE bool has_dgrad() const { return kind == CallKind::backward || kind == CallKind::backward_dgrad; }
+  // A backward runs dispatch and gate_up again for what the context does not hold, if there can be such rows.
+  MOK_DEVICE bool can_replay() const { return has_dgrad() && !shape.is_ring_complete(); }
   MOK_DEVICE bool share_kernel(Stage a, Stage b) const { return holds(groups[static_cast<int>(a)], b); }
 };
 
 // A kernel launch of a call.
 struct Launch {
-  Group group = 0;               // fusible stages, 0 for the others
+  Group group = 0;               // windowed stages, 0 for the others
   Stage stage = Stage::publish;  // which of the others, where group is 0
   int32 launch_idx = 0;          // its ticket and exit counters
   int32 generation = -1;         // counted in launch order; -1: all of them
   bool has_prologue = false;     // publish and the shared expert are tasks of this kernel
-  bool is_last_group = false;    // sends done when its last worker leaves
+  bool is_last_group = false;    // holds the rank's last remote access: sends done when its last worker leaves
   // A pull dispatch that ends before anybody uses its rows: no windows, the experts in turn (protocol/tasks.h).
   bool has_experts_in_turn = false;
 };

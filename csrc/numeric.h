@@ -31,6 +31,22 @@ MOK_DEVICE float element(const bf16x8& vector, int32 i) {
   return bits_to_float(i % 2 ? pair & 0xffff0000u : pair << 16);
 }
 MOK_DEVICE uint32 pack(bf16 low, bf16 high) { return uint32{low.bits} | uint32{high.bits} << 16; }
+MOK_DEVICE bf16 low_half(uint32 pair) { return bf16{static_cast<uint16>(pair & 0xffffu)}; }
+MOK_DEVICE bf16 high_half(uint32 pair) { return bf16{static_cast<uint16>(pair >> 16)}; }
+
+// The sum of 32 neighbouring columns in a fixed tree: pairs; then the four pairs that are 8 columns apart; then
+// the four sums that are left. A warp's quad of lanes holds an accumulator row like that.
+MOK_DEVICE float sum_of_columns(const float (&values)[32]) {
+  float quads[4];
+  MOK_UNROLL
+  for (int32 q = 0; q < 4; ++q) {
+    float pairs[4];
+    MOK_UNROLL
+    for (int32 j = 0; j < 4; ++j) pairs[j] = values[8 * j + 2 * q] + values[8 * j + 2 * q + 1];
+    quads[q] = (pairs[0] + pairs[1]) + (pairs[2] + pairs[3]);
+  }
+  return (quads[0] + quads[1]) + (quads[2] + quads[3]);
+}
 
 template <class T>
 MOK_DEVICE T min_of(T a, T b) {

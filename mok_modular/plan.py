@@ -13,11 +13,24 @@ from itertools import product
 from typing import Literal
 
 STAGES = ("dispatch", "gate_up", "swiglu", "down", "combine")
-"""The fusible stages, in data-flow order. Bit i of a group mask is STAGES[i]."""
+"""The fusible stages of a forward, in data-flow order."""
+
+BACKWARD_STAGES = ("reverse_combine", "down_dgrad", "swiglu_backward", "gate_up_dgrad", "reverse_dispatch")
+"""Those of a backward: STAGES mirrored, last to first."""
+
+WGRAD_STAGES = ("quantize", "wgrad")
+"""The weight gradients, behind the quantization of what they multiply, which is there in MXFP8 alone."""
+
+WINDOWED_STAGES = (*STAGES, *BACKWARD_STAGES, *WGRAD_STAGES)
+"""All that work window by window through the ring. Bit i of a group mask is WINDOWED_STAGES[i]."""
+
+REPLAY_STAGES = ("dispatch", "gate_up")
+"""What a backward runs again for rows that the context does not hold."""
 
 SHARED_STAGES = ("shared_gate_up", "shared_down")
+SHARED_DGRAD_STAGES = ("shared_down_dgrad", "shared_gate_up_dgrad")
 
-_COMM_STAGES = frozenset({"publish", "dispatch", "combine"})
+_COMM_STAGES = frozenset({"publish", "dispatch", "combine", "reverse_combine", "reverse_dispatch"})
 _RULE = f"'fused', 'split', or {', '.join(STAGES)} in this order, each once, joined by '|' (cut) or '+' (same kernel)"
 
 Stream = Literal["comm", "compute"]
@@ -88,7 +101,19 @@ class Plan:
     @property
     def group_masks(self) -> tuple[int, ...]:
         """One bit mask a group, in data-flow order; bit i stands for STAGES[i]."""
-        return tuple(sum(1 << STAGES.index(stage) for stage in group) for group in self.groups)
+        return tuple(group_mask(group) for group in self.groups)
+
+    @property
+    def backward_groups(self) -> tuple[tuple[str, ...], ...]:
+        """The groups of BACKWARD_STAGES that mirror the plan, in data-flow order."""
+        mirror = dict(zip(STAGES, reversed(BACKWARD_STAGES), strict=True))
+        return tuple(tuple(mirror[stage] for stage in reversed(group)) for group in reversed(self.groups))
+
+    @property
+    def replay_groups(self) -> tuple[tuple[str, ...], ...]:
+        """The kernels of a replay: dispatch and gate_up, together where the plan has them together."""
+        groups = (tuple(stage for stage in group if stage in REPLAY_STAGES) for group in self.groups)
+        return tuple(group for group in groups if group)
 
     def launches(self, num_generations: int, has_shared: bool) -> list[Launch]:
         """The kernel launches of one forward call on one rank, in launch order.
@@ -111,6 +136,51 @@ class Plan:
             for group in self.groups
         ]
         return [*first, *windows, reduce]
+
+    def recompute_launches(self, has_shared: bool) -> list[Launch]:
+        """The kernel launches of a recomputation: what a replay runs, for macrobatch 0; reduce ends the call."""
+        first = ("publish", "shared_gate_up") if has_shared else ("publish",)
+        return [
+            *(Launch(stage, (stage,), None, _stream((stage,))) for stage in first),
+            *(Launch("+".join(group), group, 0, _stream(group)) for group in self.replay_groups),
+            Launch("reduce", ("reduce",), None, "compute"),
+        ]
+
+    def backward_launches(
+        self,
+        num_generations: int,
+        has_shared: bool,
+        *,
+        has_dgrad: bool = True,
+        has_wgrad: bool = True,
+        is_mxfp8: bool = False,
+    ) -> list[Launch]:
+        """The kernel launches of a backward call, or of one half of it, on one rank, in launch order.
+
+        publish, the shared expert's kernels, then per generation (macrobatches ascend) the replay of what the context
+        does not hold, the groups that mirror the plan and the weight gradients; then reduce. Weight gradients are a
+        kernel of their own, last in the generation: down's need what swiglu_backward leaves. In MXFP8 the quantization
+        of what they multiply is another, before them. In the fused plan all but reduce are tasks of one kernel.
+        """
+        dgrad = SHARED_DGRAD_STAGES if has_shared and has_dgrad else ()
+        wgrad = ("shared_wgrad",) if has_shared and has_wgrad else ()
+        reduce = Launch("reduce", ("reduce",), None, "compute")
+        if self.is_fused and has_dgrad:  # without weight gradients it is the same kernel, which then has no such tasks
+            stages = ("publish", *dgrad, *wgrad, *REPLAY_STAGES, *BACKWARD_STAGES, *WGRAD_STAGES)
+            return [Launch("fused", stages, None, "compute"), reduce]
+        first = [Launch(stage, (stage,), None, _stream((stage,))) for stage in ("publish", *dgrad, *wgrad)]
+        windows = []
+        for generation in range(num_generations):
+            groups = [*(self.replay_groups if generation else ()), *self.backward_groups] if has_dgrad else []
+            groups += [("quantize",)] if has_wgrad and is_mxfp8 else []
+            groups += [("wgrad",)] if has_wgrad else []
+            windows += [Launch("+".join(group), group, generation, _stream(group)) for group in groups]
+        return [*first, *windows, reduce]
+
+
+def group_mask(stages: Sequence[str]) -> int:
+    """The bit mask of the windowed stages among `stages`."""
+    return sum(1 << WINDOWED_STAGES.index(stage) for stage in stages if stage in WINDOWED_STAGES)
 
 
 def all_plans() -> list[Plan]:

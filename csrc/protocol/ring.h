@@ -2,7 +2,7 @@
 //
 // Rows of a rank: [0, num_rows), whole row blocks. Macrobatch m holds rows [m*ring_rows, ...); it is
 // one pass (a generation) through the ring. Forward walks macrobatches from last to first, so that
-// macrobatch 0, whose activations the context keeps, comes last. Slot j of a macrobatch is its j-th
+// macrobatch 0, whose activations the context keeps, comes last; backward from first to last. Slot j of a macrobatch is its j-th
 // window of `minibatch` rows. Slots never move; work windows may snap to expert boundaries.
 #pragma once
 
@@ -14,8 +14,10 @@ MOK_DEVICE int32 num_rows(const Call& call) { return call.schedule.counts[kCount
 
 MOK_DEVICE int32 num_generations(const Call& call) { return ceil_div(num_rows(call), call.shape.ring_rows); }
 
-// The macrobatch that generation `generation` (in launch order) works on; negative: surplus.
-MOK_DEVICE int32 macrobatch_of(const Call& call, int32 generation) { return num_generations(call) - 1 - generation; }
+// The macrobatch that generation `generation` (in launch order) works on. A recomputation has one generation.
+MOK_DEVICE int32 macrobatch_of(const Call& call, int32 generation) {
+  return call.kind == CallKind::forward ? num_generations(call) - 1 - generation : generation;
+}
 
 // A ring is whole row blocks, so 32-bit block arithmetic is enough.
 MOK_DEVICE int32 block_macrobatch(const Shape& s, int32 block) { return block / (s.ring_rows / s.row_block()); }
@@ -40,10 +42,11 @@ MOK_DEVICE int32 slot_num_blocks(const Call& call, int32 macrobatch, int32 slot)
   return end > begin ? static_cast<int32>((end - begin) / s.row_block()) : 0;
 }
 
-// The macrobatch that used this slot before, or -1. The one before is m + 1; where it is the partial
-// last one and never reached the slot, nobody used it. (Its frees imply those of m + 2: its own
+// The macrobatch that used this slot before in this call, or -1. In a forward the one before is m + 1; where it is the
+// partial last one and never reached the slot, nobody used it. (Its frees imply those of m + 2: its own
 // dispatch waited for them. Counting "generations before" instead would wait for frees that never come.)
 MOK_DEVICE int32 slot_predecessor(const Call& call, int32 macrobatch, int32 slot) {
+  if (call.kind != CallKind::forward) return macrobatch - 1;  // a full one, or none
   const bool is_used = macrobatch + 1 < num_generations(call) && slot_num_blocks(call, macrobatch + 1, slot) > 0;
   return is_used ? macrobatch + 1 : -1;
 }

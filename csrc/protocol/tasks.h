@@ -15,7 +15,8 @@ struct Task {
   Stage stage = Stage::publish;
   int32 block = 0;  // row block, or token block of shared_*; unused by the copies of whole ranks
   int32 part = 0;   // column tile, or the task's number within its block
-  // GEMM stages: local expert of the block (0: the shared one) and the block's rows without padding.
+  // GEMM stages: local expert of the block (0: the shared one) and the block's rows without padding. Of a weight gradient:
+  // the expert, the first of its row blocks in this macrobatch, and all its rows there without padding.
   int32 expert = 0;
   int32 num_rows = 0;
 };
@@ -23,7 +24,8 @@ struct Task {
 enum class Role : int32 { any, communication, compute };
 
 MOK_DEVICE bool is_communication(Stage stage) {
-  return stage == Stage::publish || stage == Stage::dispatch || stage == Stage::combine;
+  return stage == Stage::publish || stage == Stage::dispatch || stage == Stage::combine ||
+         stage == Stage::reverse_combine || stage == Stage::reverse_dispatch;
 }
 
 // kMayTakeTurns: this kernel may be launched with has_experts_in_turn. Where it may not, that costs no registers.
@@ -34,9 +36,11 @@ class TaskSequence {
       : args_(args), launch_(launch), role_(role) {
     const Call& call = args.call;
     phase_ = launch.group == 0 ? kSingle : launch.has_prologue ? kPrologue : kGenerations;
-    // Push dispatch and pull combine work for this rank as a source: they have tasks even where it owns no row.
-    const bool is_source = call.shape.is_push_dispatch || call.shape.is_pull_combine;
+    // Push dispatch and pull combine work for this rank as a source: they have tasks even where it owns no row. So have
+    // weight gradients, which are then zero.
+    const bool is_source = call.is_backward() || call.shape.is_push_dispatch || call.shape.is_pull_combine;
     num_generations_ = max_of(num_generations(call), is_source ? 1 : 0);
+    if (call.kind == CallKind::recompute) num_generations_ = min_of(num_generations_, 1);
     generation_ = launch.generation < 0 ? 0 : launch.generation;
     end_generation_ = launch.generation < 0 ? num_generations_ : min_of(launch.generation + 1, num_generations_);
   }
@@ -84,18 +88,24 @@ class TaskSequence {
 
   // publish first (it lets every other rank go on), then the shared expert, which hides the first transfer.
   MOK_DEVICE bool next_prologue() {
-    constexpr Stage kOrder[] = {Stage::publish, Stage::shared_gate_up, Stage::shared_down};
-    if (step_ == 3) {
+    if (step_ == 4) {
       step_ = 0;
       phase_ = kGenerations;
       return false;
     }
-    stage_ = kOrder[step_++];
+    const bool is_backward = args_.call.is_backward();
+    const int32 step = step_++;
+    stage_ = step == 0   ? Stage::publish
+             : step == 1 ? (is_backward ? Stage::shared_down_dgrad : Stage::shared_gate_up)
+             : step == 2 ? (is_backward ? Stage::shared_gate_up_dgrad : Stage::shared_down)
+                         : Stage::shared_wgrad;
+    if (stage_ == Stage::shared_wgrad && !is_backward) return false;
     num_tasks_ = num_plain_tasks(args_.call, stage_);
     return true;
   }
 
-  // Per generation: stage by stage over the windows, those behind the down projection one window late.
+  // Per generation: stage by stage over the windows, those behind the down projection (in a backward: behind
+  // swiglu_backward) one window late, so that copies go on beside products.
   // The order restarts at each generation: going on across it would be cyclic for one-window generations.
   MOK_DEVICE bool next_in_generations() {
     if (generation_ >= end_generation_) {
@@ -103,20 +113,24 @@ class TaskSequence {
       return false;
     }
     const Call& call = args_.call;
-    const int32 macrobatch = num_generations_ - 1 - generation_;
+    const int32 macrobatch = call.kind == CallKind::forward ? num_generations_ - 1 - generation_ : generation_;
     const bool is_empty = num_generations(call) == 0;
     first_window_ = is_empty ? 0 : call.schedule.generation_window[macrobatch];
     const int32 num_windows = is_empty ? 0 : call.schedule.generation_window[macrobatch + 1] - first_window_;
     // Step 0 and the last are for the tasks of this rank as a source; windows run between.
-    const int32 max_lag = lag(Stage::combine), num_steps = num_windows + max_lag + 2;
+    const int32 num_steps = num_windows + lag(Stage::combine) + 2;
     while (step_ < num_steps) {
       const int32 step = step_, stage_idx = stage_idx_;
-      if (++stage_idx_ == kNumFusible) {
+      if (++stage_idx_ == kNumWindowed) {
         stage_idx_ = 0;
         ++step_;
       }
       stage_ = static_cast<Stage>(stage_idx);
-      if (!holds(launch_.group, stage_)) continue;
+      if (!holds(launch_.group, stage_) || !has_stage(call, stage_, macrobatch)) continue;
+      if (is_empty && stage_ == Stage::wgrad && step == num_steps - 1) {
+        num_tasks_ = num_wgrad_tasks(0, 0);
+        return true;
+      }
       if (is_source_stage(call, stage_)) {
         if (step != (stage_ == Stage::dispatch ? 0 : num_steps - 1)) continue;
         num_tasks_ = num_plain_tasks(call, stage_);
@@ -135,7 +149,17 @@ class TaskSequence {
 
   MOK_DEVICE int32 lag(Stage stage) const {
     if (args_.call.shape.is_serial_ring) return 0;
-    return stage == Stage::down || stage == Stage::combine ? 1 : 0;
+    const bool is_late = stage == Stage::down || stage == Stage::combine || stage == Stage::gate_up_dgrad ||
+                         stage == Stage::reverse_dispatch || stage == Stage::quantize || stage == Stage::wgrad;
+    return is_late ? 1 : 0;
+  }
+  // A backward repeats dispatch and gate_up of what is not in the context; halves of it leave stages out.
+  MOK_DEVICE static bool has_stage(const Call& call, Stage stage, int32 macrobatch) {
+    if (!call.is_backward()) return true;
+    if (stage == Stage::quantize) return call.shape.is_mxfp8() && call.kind != CallKind::backward_dgrad;
+    if (stage == Stage::wgrad) return call.kind != CallKind::backward_dgrad;
+    if (!call.has_dgrad()) return false;
+    return macrobatch > 0 || !holds(kReplay, stage);
   }
   MOK_DEVICE static bool is_source_stage(const Call& call, Stage stage) {
     return (stage == Stage::dispatch && call.shape.is_push_dispatch) ||
@@ -158,8 +182,17 @@ class TaskSequence {
         return ceil_div(call.schedule.counts[kCountRoutes], kCopyRows);
       case Stage::combine:
         return ceil_div(call.num_tokens * s.topk, kCopyRows);
-      case Stage::reduce:
-        return max_of(1, ceil_div(call.num_tokens, kReduceTokens));
+      case Stage::shared_down_dgrad:
+        return call.has_dgrad() ? token_blocks * num_shared_down_dgrad_tiles(s) : 0;
+      case Stage::shared_gate_up_dgrad:
+        return call.has_dgrad() && s.shared_size ? token_blocks * num_down_tiles(s) : 0;
+      case Stage::shared_wgrad:
+        return call.kind != CallKind::backward_dgrad && s.shared_size ? num_wgrad_tiles(s.hidden_size, s.shared_size)
+                                                                      : 0;
+      case Stage::reduce: {
+        const bool has_output = call.kind == CallKind::forward || call.has_dgrad();
+        return has_output ? max_of(1, ceil_div(call.num_tokens, kReduceTokens)) : 1;
+      }
       default:
         return 0;
     }
@@ -171,9 +204,17 @@ class TaskSequence {
     switch (stage_) {
       case Stage::dispatch:
       case Stage::combine:
+      case Stage::reverse_combine:
+      case Stage::reverse_dispatch:
         return num_copy_tasks(s);
       case Stage::swiglu:
+      case Stage::swiglu_backward:
+      case Stage::quantize:
         return s.row_block() / kElementRows;
+      case Stage::down_dgrad:
+        return num_down_dgrad_tiles(s);
+      case Stage::shared_down_dgrad:
+        return num_shared_down_dgrad_tiles(s);
       case Stage::gate_up:
         return num_gate_up_tiles(s);
       case Stage::shared_gate_up:
@@ -182,12 +223,49 @@ class TaskSequence {
         return num_down_tiles(s);
     }
   }
-  MOK_DEVICE int32 num_window_tasks() const {
+  MOK_DEVICE int32 num_window_tasks() {
     // In one kernel, gate_up applies swiglu and down pushes: the later stage has no tasks of its own.
     if (stage_ == Stage::swiglu && is_swiglu_in_gate_up(args_.call)) return 0;
     if (stage_ == Stage::combine && is_combine_in_down(args_.call)) return 0;
+    if (stage_ == Stage::swiglu_backward && is_swiglu_backward_in_down_dgrad(args_.call)) return 0;
+    if (stage_ == Stage::reverse_dispatch && is_reverse_dispatch_in_gate_up_dgrad(args_.call)) return 0;
     const int32* start = args_.call.schedule.window_start + first_window_ + window_;
+    if (stage_ == Stage::wgrad) return num_wgrad_tasks(start[0], start[1]);
     return (start[1] - start[0]) * num_parts();
+  }
+
+  // A window's weight gradients: those of the experts whose rows in this macrobatch end in it, and of the experts
+  // without rows between them. An expert that goes on in the next macrobatch has tasks in both.
+  MOK_DEVICE int32 num_wgrad_tasks(int32 begin_block, int32 end_block) {
+    const Shape& s = args_.call.shape;
+    first_expert_ = first_unfinished_expert(begin_block);
+    int32 end_expert = s.num_local_experts;
+    if (end_block < num_rows(args_.call) / s.row_block()) {
+      end_expert = first_unfinished_expert(end_block);
+      const bool is_cut = end_expert == args_.call.schedule.row_block_expert[end_block - 1];
+      if (is_cut && end_block % (s.ring_rows / s.row_block()) == 0) ++end_expert;
+    }
+    return (end_expert - first_expert_) * num_wgrad_tiles(s.hidden_size, s.intermediate_size);
+  }
+  // The first expert that has not all its rows before a row block.
+  MOK_DEVICE int32 first_unfinished_expert(int32 block) const {
+    if (block == 0) return 0;
+    const Schedule& schedule = args_.call.schedule;
+    const int32 before = schedule.row_block_expert[block - 1];
+    return schedule.segment_start[before + 1] / args_.call.shape.row_block() > block ? before : before + 1;
+  }
+  MOK_DEVICE void decode_wgrad(int32 index, Task* task) const {
+    const Call& call = args_.call;
+    const Shape& s = call.shape;
+    const int32 tiles = num_wgrad_tiles(s.hidden_size, stage_ == Stage::wgrad ? s.intermediate_size : s.shared_size);
+    task->part = index % tiles;
+    task->num_rows = call.num_tokens;
+    if (stage_ == Stage::shared_wgrad) return;
+    task->expert = first_expert_ + index / tiles;
+    const BlockRange blocks = expert_blocks(call, task->expert, generation_);
+    const int32 end_row = call.schedule.segment_start[task->expert] + call.schedule.segment_num_rows[task->expert];
+    task->block = blocks.first < blocks.end ? blocks.first : 0;
+    task->num_rows = max_of(0, min_of(blocks.end * s.row_block(), end_row) - blocks.first * s.row_block());
   }
 
   MOK_DEVICE void decode(int32 index, Task* task) {
@@ -195,13 +273,17 @@ class TaskSequence {
     task->stage = stage_;
     task->block = 0;
     task->part = index;
+    task->expert = 0;
+    task->num_rows = 0;
+    if (stage_ == Stage::wgrad || stage_ == Stage::shared_wgrad) return decode_wgrad(index, task);
     if (stage_ == Stage::publish || stage_ == Stage::reduce || is_source_stage(call, stage_)) return;
-    if (stage_ == Stage::shared_gate_up || stage_ == Stage::shared_down) {
+    if (is_shared_product(stage_)) {
       if (piece_.num_tasks == 0)
         piece_ = Piece{0, num_tasks_, 0, ceil_div(call.num_tokens, call.shape.row_block()), 0, call.num_tokens};
       return decode_in_piece(index, task);
     }
-    if (stage_ == Stage::gate_up || stage_ == Stage::down) {
+    if (stage_ == Stage::gate_up || stage_ == Stage::down || stage_ == Stage::down_dgrad ||
+        stage_ == Stage::gate_up_dgrad) {
       while (index >= piece_.first + piece_.num_tasks) next_piece();
       return decode_in_piece(index, task);
     }
@@ -247,6 +329,11 @@ class TaskSequence {
     return block;
   }
 
+  MOK_DEVICE static bool is_shared_product(Stage stage) {
+    return stage == Stage::shared_gate_up || stage == Stage::shared_down || stage == Stage::shared_down_dgrad ||
+           stage == Stage::shared_gate_up_dgrad;
+  }
+
   // GEMM tasks of a window: expert by expert; inside an expert rows fastest, so that a column tile of weights is read
   // once. The expert at hand is kept, since the tables cost a dependent load each and tickets come in order.
   struct Piece {
@@ -280,6 +367,7 @@ class TaskSequence {
   int32 num_generations_, generation_, end_generation_;
   int32 step_ = 0, stage_idx_ = 0;
   int32 first_window_ = 0, window_ = 0;
+  int32 first_expert_ = 0;  // of a chunk of weight gradients
   Stage stage_ = Stage::publish;
   int64 chunk_begin_ = 0;
   int32 num_tasks_ = 0;

@@ -6,40 +6,37 @@
 // has entered the call, and the ring must hold all rows.
 #pragma once
 
-#include "stages/stage.h"
+#include "stages/token_rows.h"
 
 namespace mok {
 
+// The sources of a copy task's rows have published their input.
+template <class Worker>
+MOK_DEVICE bool wait_row_sources(const Call& call, const Task& task, Signals<Worker>& signals) {
+  SeenRanks& seen = signals.seen_inputs();
+  if (seen.count() == call.shape.num_ranks) return true;
+  const int32 first = task.part * kCopyRows, num_rows = num_valid_rows(call, task.block, first, kCopyRows);
+  const int32* src_rank = call.schedule.peer_rank + int64{task.block} * call.shape.row_block() + first;
+  for (int32 i = 0; i < num_rows; ++i)
+    if (!signals.wait_rank_once(Edge::input_ready, src_rank[i], seen)) return false;
+  return true;
+}
+
 struct DispatchPull {
   static constexpr Stage kStage = Stage::dispatch;
-  static constexpr bool kIsCopyOnly = true;
+  static constexpr bool kIsCopyOnly = !MOK_MXFP8;
 
   template <class Worker>
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
     const Call& call = args.call;
-    if (!wait_slot_free(call, task.block, signals)) return false;
-    SeenRanks& seen = signals.seen_inputs();
-    if (seen.count() == call.shape.num_ranks) return true;
-    const int64 first = first_row(call, task);
-    const int32 num_rows = num_valid_rows(call, task.block, task.part * kCopyRows, kCopyRows);
-    for (int32 i = 0; i < num_rows; ++i)
-      if (!signals.wait_rank_once(Edge::input_ready, call.schedule.peer_rank[first + i], seen)) return false;
-    return true;
+    return wait_slot_free(call, task.block, signals) && wait_row_sources(call, task, signals);
   }
 
   template <class Worker>
   MOK_DEVICE static void tile(const Args& args, Worker& worker, const Task& task) {
     const Call& call = args.call;
-    const int64 first = first_row(call, task), width = call.shape.hidden_size;
-    worker.copy_rows(
-        kCopyRows, width * sizeof(bf16), [&](int32 i) { return x_row(call, task.block, task.part * kCopyRows + i); },
-        [&](int32 i) -> const bf16* {
-          const int32 src_rank = call.schedule.peer_rank[first + i];
-          if (src_rank < 0) return nullptr;  // padding: zeros
-          return call.peer<bf16>(Region::x, src_rank) +
-                 call.schedule.peer_token_idx[first + i] / call.shape.topk * width;
-        },
-        /*are_sources_read_again=*/true);
+    pull_token_rows(call, worker, task, call.shape.is_mxfp8_wire() ? Region::x_quantized : Region::x,
+                    [&](int32 i) { return x_row(call, task.block, task.part * kCopyRows + i); });
   }
 
   template <class Worker>
@@ -49,33 +46,13 @@ struct DispatchPull {
 
   MOK_DEVICE static Cost cost(const Call& call, const Task& task) {
     const int64 rows = num_valid_rows(call, task.block, task.part * kCopyRows, kCopyRows);
-    return Cost{rows, 2 * rows * call.shape.hidden_size * int64{sizeof(bf16)}, 0};
-  }
-
- private:
-  MOK_DEVICE static int64 first_row(const Call& call, const Task& task) {
-    return int64{task.block} * call.shape.row_block() + task.part * kCopyRows;
-  }
-  template <class Worker>
-  MOK_DEVICE static bool wait_slot_free(const Call& call, int32 block, Signals<Worker>& signals) {
-    const Shape& s = call.shape;
-    const int32 macrobatch = block_macrobatch(s, block), own_slot = block_slot(s, block);
-    // Serial ring: the whole ring must be free, not just this slot.
-    const int32 begin = s.is_serial_ring ? 0 : own_slot;
-    const int32 end = s.is_serial_ring ? s.slots_per_ring() : own_slot + 1;
-    for (int32 slot = begin; slot < end; ++slot) {
-      const int32 before = slot_predecessor(call, macrobatch, slot);
-      if (before < 0) continue;
-      const Word frees = static_cast<Word>(slot_num_blocks(call, before, slot)) * arrivals(Edge::slot_free, call);
-      if (!signals.wait_local(Edge::slot_free, slot_index(s, before, slot), frees)) return false;
-    }
-    return true;
+    return Cost{rows, token_rows_bytes(call, rows), 0};
   }
 };
 
 struct DispatchPush {
   static constexpr Stage kStage = Stage::dispatch;
-  static constexpr bool kIsCopyOnly = true;
+  static constexpr bool kIsCopyOnly = !MOK_MXFP8;
 
   template <class Worker>
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
@@ -92,14 +69,13 @@ struct DispatchPush {
   MOK_DEVICE static void tile(const Args& args, Worker& worker, const Task& task) {
     const Call& call = args.call;
     const int64 width = call.shape.hidden_size;
-    worker.copy_rows(
-        num_routes(call, task), width * sizeof(bf16),
+    bring_rows(
+        call, worker, num_routes(call, task),
         [&](int32 i) {
           const int32 idx = route(call, task, i);
           return call.peer<bf16>(Region::ring_x, call.schedule.route_rank[idx]) + call.schedule.route_row[idx] * width;
         },
-        [&](int32 i) { return call.tensors.x + route(call, task, i) / call.shape.topk * width; },
-        /*are_sources_read_again=*/true);
+        [&](int32 i) { return call.tensors.x + route(call, task, i) / call.shape.topk * width; });
   }
 
   // Rows are pushed in the owners' order, so a task touches a few row blocks; whoever completes this

@@ -105,6 +105,27 @@ struct TilePart {
   int64 pitch;
 };
 
+// Where row `row` of a task's block goes in a plane: `rows`, where the block starts in a matrix of `width` columns; null there:
+// to the row's source. Null here: nowhere. Padding rows become zeros (has_padding), except where nobody reads them: behind the
+// last token, and in what is pushed.
+MOK_DEVICE bf16* tile_row(const Call& call, const Task& task, bf16* rows, int64 width, int32 row, bool has_padding) {
+  if (row >= task.num_rows && !has_padding) return nullptr;
+  return rows ? rows + row * width : combine_destination(call, int64{task.block} * call.shape.row_block() + row);
+}
+// Stores a part of a plane's tile, row by row, to tile_row.
+template <class Worker>
+MOK_DEVICE void store_tile_part(const Call& call, Worker& worker, const Task& task, bf16* rows, const TilePart& part,
+                                int64 width, int32 first_col, bool has_padding) {
+  const int32 num_cols = min_of(part.num_cols, static_cast<int32>(width) - first_col);
+  worker.copy_rows(
+      part.num_rows, num_cols * int64{sizeof(bf16)},
+      [&](int32 i) -> bf16* {
+        bf16* row = tile_row(call, task, rows, width, part.first_row + i, has_padding);
+        return row ? row + first_col : nullptr;
+      },
+      [&](int32 i) { return part.first_row + i < task.num_rows ? part.values + i * part.pitch : nullptr; });
+}
+
 template <Stage kStageValue>
 struct GroupedGemm {
   static constexpr Stage kStage = kStageValue;
@@ -145,8 +166,7 @@ struct GroupedGemm {
     operands.b_row = int64{tile.expert} * width(call) + tile.first_col;
     operands.a_row = kIsShared ? int64{task.block} * call.shape.row_block() : block_ring_row(call.shape, task.block);
     if constexpr (kStage == Stage::gate_up) {
-      const bool is_in_context =
-          call.tensors.context_x && !call.shape.is_push_dispatch && block_macrobatch(call.shape, task.block) == 0;
+      const bool is_in_context = kept_x(call) && block_macrobatch(call.shape, task.block) == 0;
       operands.a = is_in_context ? Matrix::context_x : Matrix::ring_x;
       operands.b[0] = Matrix::w_routed_gate;
       operands.b[1] = Matrix::w_routed_up;
@@ -169,7 +189,8 @@ struct GroupedGemm {
     if constexpr (!kIsGateUp) {
       return PlaneList().with(Plane::y);
     } else {
-      const bool is_swiglu_here = kIsShared || is_swiglu_in_gate_up(call);
+      // A recomputation and a replay want gate and up only.
+      const bool is_swiglu_here = call.kind == CallKind::forward && (kIsShared || is_swiglu_in_gate_up(call));
       const bool is_kept = kIsShared ? call.tensors.context_shared_gate != nullptr
                                      : call.tensors.context_gate && block_macrobatch(call.shape, task.block) == 0;
       PlaneList list;
@@ -187,22 +208,28 @@ struct GroupedGemm {
   MOK_DEVICE static int32 plane_accumulator(Plane plane) {
     return plane == Plane::hidden ? -1 : plane == Plane::up ? 1 : 0;
   }
-  // An element of a plane from its rounded accumulators.
-  MOK_DEVICE static bf16 rounded_element(const Call& call, Plane, float acc0, float acc1) {
-    return swiglu(call, acc0, acc1);
-  }
 
   // The calling lanes hold 32 columns of one row; this one holds Lanes::kNum of them.
   template <class Lanes>
   MOK_DEVICE static void element(const Call& call, Plane plane, const float (&acc0)[Lanes::kNum],
-                                 const float (&acc1)[Lanes::kNum], const Lanes&, bf16 (&out)[Lanes::kNum]) {
+                                 const float (&acc1)[Lanes::kNum], const Lanes& lanes, bf16 (&out)[Lanes::kNum]) {
+    float rounded[2][Lanes::kNum];
     MOK_UNROLL
     for (int32 i = 0; i < Lanes::kNum; ++i) {
-      if (plane == Plane::hidden)
-        out[i] = rounded_element(call, plane, to_float(to_bf16(acc0[i])), to_float(to_bf16(acc1[i])));
-      else
-        out[i] = to_bf16(plane == Plane::up ? acc1[i] : acc0[i]);
+      out[i] = to_bf16(plane == Plane::up ? acc1[i] : acc0[i]);
+      rounded[0][i] = to_float(to_bf16(acc0[i]));
+      rounded[1][i] = to_float(to_bf16(acc1[i]));
     }
+    if (plane_accumulator(plane) < 0) rounded_element(call, plane, rounded[0], rounded[1], lanes, out);
+  }
+  // The same for a plane that is made of both accumulators, from their rounded values.
+  template <class Lanes>
+  MOK_DEVICE static void rounded_element(const Call& call, Plane, const float (&acc0)[Lanes::kNum],
+                                         const float (&acc1)[Lanes::kNum], const Lanes& lanes,
+                                         bf16 (&out)[Lanes::kNum]) {
+    MOK_UNROLL
+    for (int32 i = 0; i < Lanes::kNum; ++i) out[i] = swiglu(call, acc0[i], acc1[i]);
+    if (!kIsShared && call.shape.is_mxfp8()) round_trip(lanes, out);
   }
 
   // Where the rows of a task's block start in a plane; null where each row has a place of its own, at its source.
@@ -214,31 +241,22 @@ struct GroupedGemm {
 
   // Where row `row` of the block goes, given plane_rows; null: nowhere.
   MOK_DEVICE static bf16* row_address(const Call& call, const Task& task, bf16* rows, int32 row) {
-    if (row >= task.num_rows && (kIsShared || !rows)) return nullptr;
-    return rows ? rows + int64{row} * width(call)
-                : combine_destination(call, int64{task.block} * call.shape.row_block() + row);
+    return tile_row(call, task, rows, width(call), row, !kIsShared && rows);
   }
 
-  // Stores a part of a plane's tile to `rows` (of plane_rows). Padding rows become zeros, except where nobody reads them:
-  // behind the last token, and in what is pushed.
+  // Stores a part of a plane's tile to `rows` (of plane_rows).
   template <class Worker>
   MOK_DEVICE static void store(const Call& call, Worker& worker, const Task& task, bf16* rows, const TilePart& part) {
-    const int32 first_col = task.part * kTileCols + part.first_col;
-    const int32 num_cols = min_of(part.num_cols, width(call) - first_col);
-    worker.copy_rows(
-        part.num_rows, num_cols * int64{sizeof(bf16)},
-        [&](int32 i) -> bf16* {
-          bf16* row = row_address(call, task, rows, part.first_row + i);
-          return row ? row + first_col : nullptr;
-        },
-        [&](int32 i) { return part.first_row + i < task.num_rows ? part.values + i * part.pitch : nullptr; });
+    store_tile_part(call, worker, task, rows, part, width(call), task.part * kTileCols + part.first_col,
+                    !kIsShared && rows);
   }
 
   template <class Worker>
   MOK_DEVICE static void publishes(const Args& args, const Task& task, Signals<Worker>& signals) {
     const Call& call = args.call;
     if constexpr (kStage == Stage::gate_up) {
-      signals.add(is_swiglu_in_gate_up(call) ? Edge::hidden_ready : Edge::gate_up_ready, task.block);
+      const bool is_hidden = call.kind == CallKind::forward && is_swiglu_in_gate_up(call);
+      signals.add(is_hidden ? Edge::hidden_ready : Edge::gate_up_ready, task.block);
     } else if constexpr (kStage == Stage::shared_gate_up) {
       signals.add(Edge::shared_hidden_ready, task.block);
     } else if constexpr (kStage == Stage::shared_down) {

@@ -32,17 +32,35 @@ MOK_DEVICE int32 num_valid_rows(const Call& call, int32 block, int32 first, int3
   return static_cast<int32>(max_of(int64{0}, min_of(valid, int64{count})));
 }
 
-// Row `row_in_block` of a ring region, or of the context where macrobatch 0 is kept there.
-MOK_DEVICE bf16* ring_row(const Call& call, Region region, bf16* context, int64 width, int32 block,
-                          int32 row_in_block) {
-  const bool is_in_context = context && block_macrobatch(call.shape, block) == 0;
-  bf16* base = is_in_context ? context : call.at<bf16>(region);
+// Before a slot is written: whatever the macrobatch before left there has been used up.
+template <class Worker>
+MOK_DEVICE bool wait_slot_free(const Call& call, int32 block, Signals<Worker>& signals) {
+  const Shape& s = call.shape;
+  const int32 macrobatch = block_macrobatch(s, block), own_slot = block_slot(s, block);
+  // Serial ring: the whole ring must be free, not just this slot.
+  const int32 begin = s.is_serial_ring ? 0 : own_slot;
+  const int32 end = s.is_serial_ring ? s.slots_per_ring() : own_slot + 1;
+  for (int32 slot = begin; slot < end; ++slot) {
+    const int32 before = slot_predecessor(call, macrobatch, slot);
+    if (before < 0) continue;
+    if (!signals.wait_local(Edge::slot_free, slot_index(s, before, slot), slot_frees(call, before, slot))) return false;
+  }
+  return true;
+}
+
+// Row `row_in_block` of a ring region, or of the caller's tensor (the context, what a dgrad apart saves) where that holds
+// macrobatch 0.
+MOK_DEVICE bf16* ring_row(const Call& call, Region region, bf16* kept, int64 width, int32 block, int32 row_in_block) {
+  const bool is_kept = kept && block_macrobatch(call.shape, block) == 0;
+  bf16* base = is_kept ? kept : call.at<bf16>(region);
   return base + (block_ring_row(call.shape, block) + row_in_block) * width;
 }
+// A pusher writes symmetric memory only; the context's x is then copied from there after the call.
+MOK_DEVICE bf16* kept_x(const Call& call) {
+  return call.shape.is_push_dispatch && !call.is_backward() ? nullptr : call.tensors.context_x;
+}
 MOK_DEVICE bf16* x_row(const Call& call, int32 block, int32 row_in_block) {
-  // A pusher writes symmetric memory only; the context's x is then copied from there after the call.
-  bf16* context = call.shape.is_push_dispatch ? nullptr : call.tensors.context_x;
-  return ring_row(call, Region::ring_x, context, call.shape.hidden_size, block, row_in_block);
+  return ring_row(call, Region::ring_x, kept_x(call), call.shape.hidden_size, block, row_in_block);
 }
 MOK_DEVICE bf16* gate_row(const Call& call, int32 block, int32 row_in_block) {
   return ring_row(call, Region::ring_gate, call.tensors.context_gate, call.shape.intermediate_size, block,
@@ -51,11 +69,36 @@ MOK_DEVICE bf16* gate_row(const Call& call, int32 block, int32 row_in_block) {
 MOK_DEVICE bf16* up_row(const Call& call, int32 block, int32 row_in_block) {
   return ring_row(call, Region::ring_up, call.tensors.context_up, call.shape.intermediate_size, block, row_in_block);
 }
+// In a backward: the router weight times h.
 MOK_DEVICE bf16* hidden_row(const Call& call, int32 block, int32 row_in_block) {
-  return ring_row(call, Region::ring_hidden, nullptr, call.shape.intermediate_size, block, row_in_block);
+  return ring_row(call, Region::ring_hidden, call.tensors.saved_hidden, call.shape.intermediate_size, block,
+                  row_in_block);
 }
 MOK_DEVICE bf16* y_row(const Call& call, int32 block, int32 row_in_block) {
   return ring_row(call, Region::ring_y, nullptr, call.shape.hidden_size, block, row_in_block);
+}
+// The rest is of a backward. d_x of a row stands where a forward has y.
+MOK_DEVICE bf16* d_x_row(const Call& call, int32 block, int32 row_in_block) { return y_row(call, block, row_in_block); }
+MOK_DEVICE bf16* d_y_row(const Call& call, int32 block, int32 row_in_block) {
+  return ring_row(call, Region::ring_d_y, call.tensors.saved_d_y, call.shape.hidden_size, block, row_in_block);
+}
+MOK_DEVICE bf16* d_hidden_row(const Call& call, int32 block, int32 row_in_block) {
+  return ring_row(call, Region::ring_d_hidden, nullptr, call.shape.intermediate_size, block, row_in_block);
+}
+MOK_DEVICE bf16* d_gate_row(const Call& call, int32 block, int32 row_in_block) {
+  return ring_row(call, Region::ring_d_gate, call.tensors.saved_d_gate, call.shape.intermediate_size, block,
+                  row_in_block);
+}
+MOK_DEVICE bf16* d_up_row(const Call& call, int32 block, int32 row_in_block) {
+  return ring_row(call, Region::ring_d_up, call.tensors.saved_d_up, call.shape.intermediate_size, block, row_in_block);
+}
+MOK_DEVICE float* row_weight(const Call& call, int32 block, int32 row_in_block) {
+  return call.at<float>(Region::ring_weight) + block_ring_row(call.shape, block) + row_in_block;
+}
+// d_router of a row by groups of kLaneCols columns.
+MOK_DEVICE float* router_partials(const Call& call, int32 block, int32 row_in_block) {
+  return call.at<float>(Region::router_partials) +
+         (block_ring_row(call.shape, block) + row_in_block) * (call.shape.intermediate_size / kLaneCols);
 }
 
 }  // namespace mok

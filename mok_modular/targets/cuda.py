@@ -18,7 +18,7 @@ from torch import Tensor
 from mok_modular.config import MoKConfig
 from mok_modular.errors import MoKPeerError, MoKTimeoutError
 from mok_modular.targets import host
-from mok_modular.targets.cuda_device import ENTRIES, Function, check, check_plan, driver, get_device
+from mok_modular.targets.cuda_device import ARCH, ENTRIES, Function, check, check_plan, driver, get_device
 from mok_modular.targets.cuda_launch import MAX_LOCAL_RANKS, Launcher
 
 ZEROED = frozenset({"words", "arrivals", "counters", "epochs", "num_tokens"})
@@ -183,11 +183,14 @@ class CudaWorkspace(Launcher, host.SharedWorkspace):
             return [copy.copy(self.failure) for _ in calls]  # every rank's own: notes and tracebacks do not mix
         if any(call.agree != calls[0].agree or call.kind != calls[0].kind for call in calls):
             return [MoKPeerError(host.describe_mismatch(calls)) for _ in calls]
+        first = calls[0]
         try:
-            check_plan(calls[0].config)
+            check_plan(first.config)
+            if first.kind not in ("schedule", "forward") or first.is_mxfp8:
+                what = "mxfp8" if first.is_mxfp8 else first.kind
+                raise ValueError(f"{what} has no kernels on {ARCH} in this version: forward in bf16 is what there is")
         except ValueError as error:
             return [copy.copy(error) for _ in calls]
-        first = calls[0]
         shape = self.shape(first.num_local_experts, first.capacity_rows, first.intermediate_size, first.shared_size)
         with torch.cuda.device(self.torch_device):
             self.native.reserve(shape)

@@ -14,28 +14,40 @@ import torch
 from torch import Tensor
 
 from mok_modular.config import DEFAULT_ROW_BLOCK, MoKConfig
-from mok_modular.errors import MoKDeadlockError, MoKPeerError, MoKTimeoutError
-from mok_modular.plan import STAGES, Launch, Plan
+from mok_modular.errors import MoKDeadlockError, MoKPeerError, MoKSignalError, MoKTimeoutError
+from mok_modular.plan import WINDOWED_STAGES, Launch, Plan, group_mask
+from mok_modular.swap import Swap
+from mok_modular.trace import Trace
 
 if TYPE_CHECKING:
     from mok_modular.group import LocalGroup
 
 STREAMS = {"comm": 0, "compute": 1}
 
+planted_faults: list[dict[str, Any]] = []
+"""What mok_modular.testing.faults has planted in every run of this process."""
+
 WRITERS = {
     "topk_ready": ("schedule",),
     "input_ready": ("publish",),
     "entered": ("publish", "schedule"),
-    "done": ("combine", "down", "publish", "reduce"),
+    "done": ("combine", "down", "publish", "reduce", "reverse_dispatch", "gate_up_dgrad"),
     "x_ready": ("dispatch",),
     "x_arrived": ("dispatch",),
     "gate_up_ready": ("gate_up",),
     "hidden_ready": ("swiglu", "gate_up"),
     "y_ready": ("down",),
     "y_arrived": ("down",),
-    "slot_free": ("combine", "down"),
+    "slot_free": ("combine", "down", "reverse_dispatch", "gate_up_dgrad", "wgrad"),
     "shared_hidden_ready": ("shared_gate_up",),
-    "shared_ready": ("shared_down",),
+    "shared_ready": ("shared_down", "shared_gate_up_dgrad"),
+    "d_y_ready": ("reverse_combine",),
+    "d_hidden_ready": ("down_dgrad",),
+    "d_gate_up_ready": ("swiglu_backward", "down_dgrad"),
+    "d_x_ready": ("gate_up_dgrad",),
+    "segment_ready": ("swiglu_backward", "down_dgrad", "quantize"),
+    "carry_done": ("wgrad",),
+    "shared_d_gate_up_ready": ("shared_down_dgrad",),
     "published": ("publish",),
 }
 """Which stages publish an edge."""
@@ -44,14 +56,13 @@ TASK_ORDER = (
     "publish",
     "shared_gate_up",
     "shared_down",
-    "dispatch",
-    "gate_up",
-    "swiglu",
-    "down",
-    "combine",
+    "shared_down_dgrad",
+    "shared_gate_up_dgrad",
+    "shared_wgrad",
+    *WINDOWED_STAGES,
     "reduce",
 )
-"""The stages of a forward in the order of a rank's tasks."""
+"""The stages in the order of a rank's tasks; a call has those of its pass."""
 
 _SCHEDULE_ORDER = ("topk_ready", "ids_counted", "laid_out")
 _START_EDGES = ("entered", "topk_ready", "input_ready")  # what only a late rank can delay
@@ -72,7 +83,7 @@ def extension() -> Any:
 class Call:
     """One rank's part of a collective call, with pointers taken from `schedule` and `tensors`."""
 
-    kind: str  # "schedule" or "forward"
+    kind: str  # "schedule", or the name of a function of mok_modular.functional
     plan: Plan
     num_tokens: int
     num_local_experts: int
@@ -83,12 +94,25 @@ class Call:
     intermediate_size: int = 64
     shared_size: int = 0
     swiglu_limit: float | None = None
+    is_mxfp8: bool = False  # operands of the routed experts
     config: MoKConfig = field(default_factory=MoKConfig)
     stream: torch.cuda.Stream | None = None  # the rank's current one, on a GPU
+
+    @property
+    def is_backward(self) -> bool:
+        """A backward, or one half of it: macrobatches ascend."""
+        return self.kind.startswith("backward")
 
     def fingerprint(self) -> int:
         """16 bits over `agree`, for the words that ranks exchange."""
         return zlib.crc32(repr(sorted(self.agree.items())).encode()) & 0xFFFF
+
+    def spoil(self) -> None:
+        """NaN in what the call has written for its caller: somebody may use it before the error is seen."""
+        is_added_to = any(name.startswith("gradients_") for name in self.tensors)
+        for name, tensor in self.tensors.items():
+            if name in ("output", "d_router") or (name.startswith(("d_routed_", "d_shared_")) and not is_added_to):
+                tensor.fill_(math.nan)
 
 
 class SharedWorkspace:
@@ -108,6 +132,8 @@ class SharedWorkspace:
         self.failure: Exception | None = None
         self.lost_signals: list[tuple[str, int, int, int]] = []  # edge, rank, destination rank or -1, index or -1
         self.num_switches = 0
+        self.clear_trace()
+        self.has_backward = False  # from the first backward on: room for it
         group.on_interrupt(self)
         self.native.reserve(self.shape(num_local_experts=1, capacity_rows=self.row_block, intermediate_size=64))
 
@@ -155,6 +181,8 @@ class SharedWorkspace:
         shape.is_pull_combine = config.combine == "pull"
         shape.is_minibatch_grain = config.signal_grain == "minibatch"
         shape.is_serial_ring = config.ring == "serial"
+        shape.is_mxfp8_wire = config.wire == "mxfp8"
+        shape.has_backward = self.has_backward
         return shape
 
     def region(self, rank: int, name: str, dtype: torch.dtype) -> Tensor:
@@ -175,6 +203,10 @@ class SharedWorkspace:
         except MemoryError:
             self.num_local_tokens = old
             raise
+
+    def clear_trace(self) -> None:
+        """Starts the trace anew."""
+        self.trace = Trace("ns" if self.group.executor == "threads" else "steps")
 
     def interrupt(self) -> None:
         """Ends a running call (Ctrl-C)."""
@@ -198,17 +230,21 @@ class SharedWorkspace:
         if self.failure is not None:
             text = f"an earlier call on this workspace failed; call workspace.reset() on every rank ({self.failure})"
             return [RuntimeError(text.splitlines()[0]) for _ in calls]
+        self.has_backward |= any(call.is_backward for call in calls)
         shapes = [
             self.shape(call.num_local_experts, call.capacity_rows, call.intermediate_size, call.shared_size)
             for call in calls
         ]
+        for call, shape in zip(calls, shapes, strict=True):
+            shape.is_mxfp8 = call.is_mxfp8
         if _is_mismatch_hidden(calls):
             return [MoKPeerError(describe_mismatch(calls)) for _ in calls]
         # Ranks whose calls differ run until they see it: each one's memory must hold what it works on until then.
         for shape in shapes if any(call.agree != calls[0].agree for call in calls) else shapes[:1]:
             self.native.reserve(shape)
+        swap = Swap(self, calls, shapes[0].ring_rows)
         programs = [
-            self._program(rank, call, shape) for rank, (call, shape) in enumerate(zip(calls, shapes, strict=True))
+            self._program(rank, call, shape, swap) for rank, (call, shape) in enumerate(zip(calls, shapes, strict=True))
         ]
         config = calls[0].config
         try:
@@ -221,38 +257,52 @@ class SharedWorkspace:
                 config.timeout_s,
                 config.start_timeout_s,
                 self.lost_signals,
+                planted_faults,
+                config.trace,
+                self.trace.end,
             )
         except Exception as error:  # out of memory or threads: some ranks may be ahead of others
             self.failure = RuntimeError(f"{calls[0].kind}: {type(error).__name__}: {error}")
             raise
         self.num_switches += result["num_switches"]
         for rank, rows in enumerate(result["stats"]):
-            self._add_stats(rank, rows)
+            self._add_stats(rank, rows, "backward" if calls[rank].is_backward else "forward")
+        if config.trace:
+            streams = [(launch.kernel, launch.stream) for launch in launches(calls[0], shapes[0])]
+            names = extension().stage_names(), extension().edge_names()
+            self.trace.add(calls[0].kind, streams, result, *names)
         if result["reason"] == "ok":
             return [None] * len(calls)
         errors = self._errors(result, calls)
+        if swap.errors:
+            rank, cause = next(iter(swap.errors.items()))
+            peer_error = MoKPeerError(f"rank {rank} raised {type(cause).__name__}: {cause}", rank)
+            errors = [swap.errors.get(each, peer_error) for each in range(len(calls))]
         self.failure = errors[0]
         return list(errors)
 
-    def _program(self, rank: int, call: Call, shape: Any) -> Any:
+    def _program(self, rank: int, call: Call, shape: Any, swap: Swap | None = None) -> Any:
+        in_order = launches(call, shape)
         program = extension().Program(
             call.kind,
             shape,
             rank,
             call.num_tokens,
             call.fingerprint(),
-            list(call.plan.group_masks),
+            [group_mask(launch.stages) for launch in in_order],
             {name: tensor.data_ptr() for name, tensor in call.schedule.items() if tensor.numel()},
             {name: tensor.data_ptr() for name, tensor in call.tensors.items() if tensor.numel()},
             call.swiglu_limit,
         )
-        in_order = launches(call, shape)
-        last_group = max((i for i, launch in enumerate(in_order) if _group_mask(launch)), default=-1)
+        last_group = last_remote_launch(in_order)
         for i, launch in enumerate(in_order):
             num_workers, num_comm_workers = self._num_workers(call, launch)
+            swapped = swap.function(rank, launch.stages, launch.generation) if swap else None
+            if swapped is not None:
+                num_workers, num_comm_workers = 1, 0
             program.add_launch(
                 launch.kernel,
-                _group_mask(launch),
+                group_mask(launch.stages),
                 launch.stages[0],
                 -1 if launch.generation is None else launch.generation,
                 "publish" in launch.stages and len(launch.stages) > 1,
@@ -261,6 +311,7 @@ class SharedWorkspace:
                 STREAMS[launch.stream],
                 num_workers,
                 num_comm_workers,
+                swapped,
             )
         return program
 
@@ -268,45 +319,87 @@ class SharedWorkspace:
         """Workers of a kernel: (compute, communication). Roles part only where a kernel holds both kinds of
         tasks; a single worker draws both from one sequence."""
         is_pulling = self.config.combine == "pull"
-        has_comm = "dispatch" in launch.stages or ("combine" in launch.stages and is_pulling)
-        has_compute = any(stage in launch.stages for stage in ("gate_up", "swiglu", "down"))
-        num_comm_workers = call.config.fwd_num_comm_sms
+        has_comm = (
+            "dispatch" in launch.stages
+            or "reverse_combine" in launch.stages
+            or ("combine" in launch.stages and is_pulling)
+        )
+        has_compute = any(stage in launch.stages for stage in ("gate_up", "swiglu", "down", "down_dgrad"))
+        num_comm_workers = call.config.bwd_num_comm_sms if call.is_backward else call.config.fwd_num_comm_sms
         if num_comm_workers is None:
             num_comm_workers = self.group.num_workers // 2
         if not (has_comm and has_compute):
             num_comm_workers = 0
         return self.group.num_workers, num_comm_workers
 
-    def _add_stats(self, rank: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def _add_stats(self, rank: int, rows: Sequence[Mapping[str, Any]], direction: str) -> None:
         for row in rows:
-            key = (row["name"], "forward", row["kernel"])
-            total = self.stats[rank].setdefault(key, {"name": row["name"], "pass": "forward", "kernel": row["kernel"]})
+            key = (row["name"], direction, row["kernel"])
+            total = self.stats[rank].setdefault(key, {"name": row["name"], "pass": direction, "kernel": row["kernel"]})
             for name in ("num_rows", "num_bytes", "flops", "busy_s", "wait_s"):
                 total[name] = total.get(name, 0) + row[name]
 
     def _errors(self, result: Mapping[str, Any], calls: Sequence[Call]) -> list[Exception]:
         reason = result["reason"]
-        if reason == "interrupted":
+        if reason in ("interrupted", "swapped"):
             return [MoKPeerError("interrupted") for _ in calls]
         if reason == "mismatch":
             text = describe_mismatch(calls)
             return [MoKPeerError(text) for _ in calls]
         waits = [dict(wait, task=f"{wait['block']}.{wait['part']}") for wait in result["waits"]]
+        if reason == "surplus":
+            for each in waits:
+                each["have"] -= 2**64 if each["have"] >= 2**63 else 0
+            for call in calls:
+                call.spoil()
+            worst = waits[0]
+            text = (
+                f"{calls[0].kind}: {worst['edge']}[{worst['index']}] of rank {worst['rank']} has the wrong number of "
+                f"arrivals: {worst['stage']} task {worst['task']} waited for {worst['want']}, {worst['have']} came"
+            )
+            return [MoKSignalError(text, waits) for _ in calls]
         kind = MoKDeadlockError if reason == "deadlock" else MoKTimeoutError
         ring_blocks = max(1, min(self.config.macrobatch_size, calls[0].capacity_rows) // self.row_block)
         what = "no worker of any rank can go on"
         if reason == "timeout":
-            wait = find_culprit(waits, ring_blocks)
+            wait = find_culprit(waits, ring_blocks, calls[0].is_backward)
             name = "start_timeout_s" if wait and wait["edge"] in _START_EDGES else "timeout_s"
             what = f"a wait lasted longer than {name}={getattr(calls[0].config, name):g} s"
-        return [kind(f"{call.kind}: {what}; {culprit(waits, ring_blocks)}", waits) for call in calls]
+        why = culprit(waits, ring_blocks, calls[0].is_backward)
+        places = {
+            f"rank {each['rank']} in {each['stage']} task {each['block']}.{each['part']}" for each in result["held"]
+        }
+        for each in result["held"]:
+            calls[each["rank"]].spoil()
+        if places:
+            why += f"; {', '.join(sorted(places))}: neither works nor waits"
+        return [kind(f"{call.kind}: {what}; {why}", waits) for call in calls]
 
 
 def launches(call: Call, shape: Any) -> list[Launch]:
     """The kernel launches of a call on every rank, in order."""
     if call.kind == "schedule":
         return [Launch("schedule", ("schedule",), None, "comm")]
-    return call.plan.launches(shape.max_generations, call.shared_size > 0)
+    has_shared = call.shared_size > 0
+    if call.kind == "recompute_forward_context":
+        return call.plan.recompute_launches(has_shared)
+    if call.is_backward:
+        return call.plan.backward_launches(
+            shape.max_generations,
+            has_shared,
+            has_dgrad=call.kind != "backward_wgrad",
+            has_wgrad=call.kind != "backward_dgrad",
+            is_mxfp8=call.is_mxfp8,
+        )
+    return call.plan.launches(shape.max_generations, has_shared)
+
+
+def last_remote_launch(in_order: Sequence[Launch]) -> int:
+    """The launch behind which a rank has no remote access left; -1 if none works through the ring."""
+    remote = ("dispatch", "combine", "reverse_combine", "reverse_dispatch")
+    windowed = [i for i, launch in enumerate(in_order) if group_mask(launch.stages)]
+    reaching = [i for i in windowed if any(stage in in_order[i].stages for stage in remote)]
+    return max(reaching or windowed, default=-1)
 
 
 def _is_mismatch_hidden(calls: Sequence[Call]) -> bool:
@@ -315,11 +408,9 @@ def _is_mismatch_hidden(calls: Sequence[Call]) -> bool:
     return any(call.agree != first.setdefault((call.kind, call.fingerprint()), call).agree for call in calls)
 
 
-def _group_mask(launch: Launch) -> int:
-    return sum(1 << STAGES.index(stage) for stage in launch.stages if stage in STAGES)
-
-
-def find_culprit(waits: Sequence[Mapping[str, Any]], ring_blocks: int = 1 << 30) -> Mapping[str, Any] | None:
+def find_culprit(
+    waits: Sequence[Mapping[str, Any]], ring_blocks: int = 1 << 30, is_backward: bool = False
+) -> Mapping[str, Any] | None:
     """The wait that nobody is on the way to end; the others follow from it. None if there are no waits.
 
     A task waits only for tasks before it in its rank's order (by generations of `ring_blocks` row blocks, then by
@@ -330,8 +421,10 @@ def find_culprit(waits: Sequence[Mapping[str, Any]], ring_blocks: int = 1 << 30)
     def place(wait: Mapping[str, Any]) -> tuple[float, int]:
         if wait["stage"] == "schedule":
             return 0, _SCHEDULE_ORDER.index(wait["edge"])
-        generation: float = -(wait["block"] // ring_blocks)  # macrobatches descend
-        if wait["stage"] not in STAGES:
+        generation: float = wait["block"] // ring_blocks  # macrobatches ascend in a backward, else descend
+        if not is_backward:
+            generation = -generation
+        if wait["stage"] not in WINDOWED_STAGES:
             generation = math.inf if wait["stage"] == "reduce" else -math.inf
         return generation, TASK_ORDER.index(wait["stage"])
 
@@ -344,7 +437,9 @@ def find_culprit(waits: Sequence[Mapping[str, Any]], ring_blocks: int = 1 << 30)
             return not any(other["rank"] == wait["rank"] and place(other) < place(wait) for other in waits)
         if wait["stage"] == "schedule":
             return True
-        last_writer = {"done": "combine", "entered": "publish"}.get(wait["edge"], WRITERS[wait["edge"]][-1])
+        last_writer = {"done": "wgrad" if is_backward else "combine", "entered": "publish"}.get(
+            wait["edge"], WRITERS[wait["edge"]][-1]
+        )
         num_before = TASK_ORDER.index(last_writer) + 1
         return not any(
             other["rank"] == wait["peer"] and other is not wait and other["stage"] in TASK_ORDER[:num_before]
@@ -354,9 +449,9 @@ def find_culprit(waits: Sequence[Mapping[str, Any]], ring_blocks: int = 1 << 30)
     return next((wait for wait in waits if is_root(wait)), waits[0] if waits else None)
 
 
-def culprit(waits: Sequence[Mapping[str, Any]], ring_blocks: int = 1 << 30) -> str:
+def culprit(waits: Sequence[Mapping[str, Any]], ring_blocks: int = 1 << 30, is_backward: bool = False) -> str:
     """`find_culprit` in words."""
-    wait = find_culprit(waits, ring_blocks)
+    wait = find_culprit(waits, ring_blocks, is_backward)
     if wait is None:
         return "no wait is on record"
     at = wait["peer"] if wait["peer"] >= 0 else wait["rank"]

@@ -6,8 +6,12 @@
 #include "stages/dispatch.h"
 #include "stages/grouped_gemm.h"
 #include "stages/publish.h"
+#include "stages/quantize.h"
 #include "stages/reduce.h"
+#include "stages/reverse_combine.h"
+#include "stages/reverse_dispatch.h"
 #include "stages/swiglu.h"
+#include "stages/swiglu_backward.h"
 #include "targets/host/gemm.h"
 #include "targets/host/worker.h"
 
@@ -27,18 +31,38 @@ bool run_tile(const Args& args, Worker& worker, const TaskOfStage& task) {
   const long long begin = host::now_ns();
   S::tile(args, worker, task);
   worker.stats(S::kStage).busy_ns += host::now_ns() - begin;
-  worker.count(S::kStage, S::cost(args.call, task));
+  const Cost cost = S::cost(args.call, task);
+  worker.count(S::kStage, cost);
+  worker.trace_work(cost);
   S::publishes(args, task, signals);
+  worker.trace_publish();
   return true;
+}
+
+// The loop of each kind of matrix product.
+template <Stage kStage>
+void multiply_tile(const Call& call, Worker& worker, const Task& task, GroupedGemm<kStage>) {
+  host::gemm_tile<GroupedGemm<kStage>>(call, worker, task);
+}
+template <Stage kStage>
+void multiply_tile(const Call& call, Worker& worker, const Task& task, GroupedDgrad<kStage>) {
+  host::dgrad_tile<GroupedDgrad<kStage>>(call, worker, task);
+}
+template <bool kIsShared>
+void multiply_tile(const Call& call, Worker& worker, const Task& task, WgradOf<kIsShared>) {
+  host::wgrad_tile<WgradOf<kIsShared>>(call, worker, task);
 }
 
 template <class S>
 bool run_gemm(const Args& args, Worker& worker, const Task& task) {
   Signals<Worker> signals(args, worker);
   if (!S::needs(args, task, signals)) return false;
-  host::gemm_tile<S>(args.call, worker, task);
-  worker.count(S::kStage, S::cost(args.call, task));
+  multiply_tile(args.call, worker, task, S{});
+  const Cost cost = S::cost(args.call, task);
+  worker.count(S::kStage, cost);
+  worker.trace_work(cost);
   S::publishes(args, task, signals);
+  worker.trace_publish();
   return true;
 }
 
@@ -52,8 +76,15 @@ void run_tasks(const Args& args, const Launch& launch, Worker& worker) {
     worker.begin_task(task);
     if constexpr (kHasPrologue) {
       if (task.stage == Stage::publish) is_running = run_tile<Publish>(args, worker, task);
+    }
+    if constexpr (kHasPrologue && holds(kGroup, Stage::down)) {
       if (task.stage == Stage::shared_gate_up) is_running = run_gemm<SharedGateUp>(args, worker, task);
       if (task.stage == Stage::shared_down) is_running = run_gemm<SharedDown>(args, worker, task);
+    }
+    if constexpr (kHasPrologue && holds(kGroup, Stage::wgrad)) {
+      if (task.stage == Stage::shared_down_dgrad) is_running = run_gemm<SharedDownDgrad>(args, worker, task);
+      if (task.stage == Stage::shared_gate_up_dgrad) is_running = run_gemm<SharedGateUpDgrad>(args, worker, task);
+      if (task.stage == Stage::shared_wgrad) is_running = run_gemm<SharedWgrad>(args, worker, task);
     }
     if constexpr (holds(kGroup, Stage::dispatch)) {
       if (task.stage == Stage::dispatch)
@@ -73,6 +104,27 @@ void run_tasks(const Args& args, const Launch& launch, Worker& worker) {
       if (task.stage == Stage::combine)
         is_running = args.call.shape.is_pull_combine ? run_tile<CombinePull>(args, worker, task)
                                                      : run_tile<CombinePush>(args, worker, task);
+    }
+    if constexpr (holds(kGroup, Stage::reverse_combine)) {
+      if (task.stage == Stage::reverse_combine) is_running = run_tile<ReverseCombine>(args, worker, task);
+    }
+    if constexpr (holds(kGroup, Stage::down_dgrad)) {
+      if (task.stage == Stage::down_dgrad) is_running = run_gemm<DownDgrad>(args, worker, task);
+    }
+    if constexpr (holds(kGroup, Stage::swiglu_backward)) {
+      if (task.stage == Stage::swiglu_backward) is_running = run_tile<SwigluBackward>(args, worker, task);
+    }
+    if constexpr (holds(kGroup, Stage::gate_up_dgrad)) {
+      if (task.stage == Stage::gate_up_dgrad) is_running = run_gemm<GateUpDgrad>(args, worker, task);
+    }
+    if constexpr (holds(kGroup, Stage::reverse_dispatch)) {
+      if (task.stage == Stage::reverse_dispatch) is_running = run_tile<ReverseDispatch>(args, worker, task);
+    }
+    if constexpr (holds(kGroup, Stage::quantize)) {
+      if (task.stage == Stage::quantize) is_running = run_tile<Quantize>(args, worker, task);
+    }
+    if constexpr (holds(kGroup, Stage::wgrad)) {
+      if (task.stage == Stage::wgrad) is_running = run_gemm<Wgrad>(args, worker, task);
     }
   }
   leave_last_group(args, launch, worker);

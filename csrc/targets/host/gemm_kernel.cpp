@@ -65,9 +65,32 @@ void pack_b(const bf16* b, int64 pitch, int num_cols, int k, float* panel) {
   }
 }
 
+// The same from B[k, cols].
+void pack_transposed_b(const bf16* b, int64 pitch, int num_cols, int k, float* panel) {
+  for (int first = 0; first < num_cols; first += kPanelCols) {
+    float* to = panel + int64{first} * k;
+    const int valid = min_of(kPanelCols, num_cols - first);
+    for (int i = 0; i < k; ++i) {
+      const bf16* row = b + i * pitch + first;
+      for (int col = 0; col < valid; ++col) to[int64{i} * kPanelCols + col] = to_float(row[col]);
+      for (int col = valid; col < kPanelCols; ++col) to[int64{i} * kPanelCols + col] = 0.0f;
+    }
+  }
+}
+
+void pack_a(const MatrixView& a, int64 first_k, int num_rows, int k, float* panel) {
+  if (!a.is_transposed) {
+    for (int row = 0; row < num_rows; ++row)
+      for (int i = 0; i < k; ++i) panel[row * kChunk + i] = to_float(a.data[row * a.pitch + first_k + i]);
+    return;
+  }
+  for (int i = 0; i < k; ++i)
+    for (int row = 0; row < num_rows; ++row) panel[row * kChunk + i] = to_float(a.data[(first_k + i) * a.pitch + row]);
+}
+
 }  // namespace
 
-void multiply(int num_rows, int num_cols, int num_b, int pitch, int64 k, const bf16* a, const bf16* const (&b)[2],
+void multiply(int num_rows, int num_cols, int num_b, int pitch, int64 k, const MatrixView& a, const MatrixView (&b)[2],
               float* acc, std::vector<float>& a_panel, std::vector<float>& b_panel) {
   const int acc_pitch = num_b * pitch;
   const int num_panels = ceil_div(num_cols, kPanelCols);
@@ -75,11 +98,12 @@ void multiply(int num_rows, int num_cols, int num_b, int pitch, int64 k, const b
   b_panel.resize(static_cast<std::size_t>(num_panels) * kPanelCols * kChunk);
   for (int64 first_k = 0; first_k < k; first_k += kChunk) {
     const int chunk = static_cast<int>(min_of(int64{kChunk}, k - first_k));
-    for (int row = 0; row < num_rows; ++row)
-      for (int i = 0; i < chunk; ++i)
-        a_panel[static_cast<std::size_t>(row) * kChunk + i] = to_float(a[row * k + first_k + i]);
+    pack_a(a, first_k, num_rows, chunk, a_panel.data());
     for (int which = 0; which < num_b; ++which) {
-      pack_b(b[which] + first_k, k, num_cols, chunk, b_panel.data());
+      if (b[which].is_transposed)
+        pack_transposed_b(b[which].data + first_k * b[which].pitch, b[which].pitch, num_cols, chunk, b_panel.data());
+      else
+        pack_b(b[which].data + first_k, b[which].pitch, num_cols, chunk, b_panel.data());
       for (int panel = 0; panel < num_panels; ++panel) {
         const float* bp = b_panel.data() + int64{panel} * kPanelCols * chunk;
         float* to = acc + which * pitch + panel * kPanelCols;
