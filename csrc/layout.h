@@ -18,12 +18,13 @@ enum class Stage : int32 {
   swiglu,
   down,
   combine,
-  // A backward's five, which mirror them, and the weight gradients.
+  // A backward's five, which mirror them, and the weight gradients, in MXFP8 behind a quantization of their operands.
   reverse_combine,
   down_dgrad,
   swiglu_backward,
   gate_up_dgrad,
   reverse_dispatch,
+  quantize,
   wgrad,
   // The rest: always first or last, never between.
   schedule,
@@ -36,7 +37,7 @@ enum class Stage : int32 {
   reduce,
   kCount,
 };
-constexpr int kNumWindowed = 11;
+constexpr int kNumWindowed = 12;
 constexpr int kNumStages = static_cast<int>(Stage::kCount);
 
 constexpr const char* stage_name(Stage stage) {
@@ -50,6 +51,7 @@ constexpr const char* stage_name(Stage stage) {
                                               "swiglu_backward",
                                               "gate_up_dgrad",
                                               "reverse_dispatch",
+                                              "quantize",
                                               "wgrad",
                                               "schedule",
                                               "publish",
@@ -110,10 +112,21 @@ struct Shape {
   bool is_pull_combine = false;
   bool is_minibatch_grain = false;  // signals of x_ready and y_ready: per minibatch slot
   bool is_serial_ring = false;
-  bool has_backward = false;  // the workspace has regions and counters for a backward
+  bool has_backward = false;        // the workspace has regions and counters for a backward
+  bool has_mxfp8_operands = false;  // see is_mxfp8()
+  bool has_mxfp8_wire = false;      // see is_mxfp8_wire()
 
   // A constant of the target where it has only one: divisions by it are then shifts.
   MOK_DEVICE int32 row_block() const { return MOK_ROW_BLOCK ? MOK_ROW_BLOCK : row_block_rows; }
+  // The routed experts' products have MXFP8 operands. A constant where a target compiles kernels for each type.
+  MOK_DEVICE bool is_mxfp8() const { return MOK_MXFP8 && has_mxfp8_operands; }
+  // Tokens are quantized at their source and travel as bytes and scales.
+  MOK_DEVICE bool is_mxfp8_wire() const { return MOK_MXFP8 && has_mxfp8_wire; }
+  // A token's row as peers read it: in MXFP8 its bytes, then its scales, and room to the next 16 bytes.
+  MOK_DEVICE int64 token_row_bytes() const {
+    if (!is_mxfp8_wire()) return hidden_size * int64{sizeof(bf16)};
+    return ceil_div(hidden_size + hidden_size / kLaneCols, 16) * int64{16};
+  }
   MOK_DEVICE int32 num_experts() const { return num_ranks * num_local_experts; }
   MOK_DEVICE int64 max_routes() const { return int64{max_tokens} * topk; }
   MOK_DEVICE int32 capacity_blocks() const { return capacity_rows / row_block(); }
@@ -123,8 +136,8 @@ struct Shape {
   // Two neighbouring windows hold more than a minibatch together, hence the bound.
   MOK_DEVICE int32 max_windows() const { return max_generations() * (2 * slots_per_ring() + 2); }
   MOK_DEVICE int32 token_blocks() const { return ceil_div(max_tokens, row_block()); }
-  // A split backward has eight kernels a generation: a replay's two, five that mirror the forward's, wgrad.
-  MOK_DEVICE int32 max_launches() const { return 8 + 8 * max_generations(); }
+  // A split backward has nine kernels a generation: a replay's two, five that mirror the forward's, quantize, wgrad.
+  MOK_DEVICE int32 max_launches() const { return 8 + 9 * max_generations(); }
   MOK_DEVICE int32 chunks_per_rank() const { return static_cast<int32>(ceil_div(max_routes(), int64{kScheduleChunk})); }
   MOK_DEVICE bool is_ring_complete() const { return ring_rows >= capacity_rows; }
 };
@@ -140,17 +153,18 @@ MOK_DEVICE int64 worst_case_rows(int64 num_routes, int64 num_local_experts, int6
 
 enum class Region : int32 {
   // symmetric: a peer reads or writes them
-  x,         // bf16 [max_tokens, H]          the published input
-  combine,   // bf16 [max_tokens * K, H]      one cell per route, one writer per cell; in a backward d_x of the route
-  d_output,  // bf16 [max_tokens, H]          published by a backward
+  x,            // bf16 [max_tokens, H]          the published input
+  x_quantized,  // [max_tokens, row bytes]       the same in MXFP8, where tokens travel like that
+  combine,      // bf16 [max_tokens * K, H]      one cell per route, one writer per cell; in a backward d_x of the route
+  d_output,     // [max_tokens, row bytes]       published by a backward: bf16 [max_tokens, H], or in MXFP8
   router_weights,  // float [max_tokens * K]     likewise
   d_router,        // float [max_tokens * K]        one cell per route, pushed by a backward
   top_experts,     // int32 [2, R, max_tokens * K]  by parity of the schedule epoch, by source rank
   num_tokens,      // int32 [2, R]                  likewise
   words,           // Word                          signals across ranks: entered, ..., abort
   arrivals,        // Word [2, R, capacity_blocks]  push dispatch and pull combine only
-  ring_x,          // bf16 [ring_rows, H]           symmetric for push dispatch
-  ring_y,          // bf16 [ring_rows, H]           symmetric for pull combine; in a backward d_x
+  ring_x,  // bf16 [ring_rows, H]           symmetric for push dispatch; see quantize.h for what five regions hold last
+  ring_y,  // bf16 [ring_rows, H]           symmetric for pull combine; in a backward d_x
   // local
   ring_gate,      // bf16 [ring_rows, I]
   ring_up,        // bf16 [ring_rows, I]
@@ -175,13 +189,12 @@ enum class Region : int32 {
 constexpr int kNumRegions = static_cast<int>(Region::kCount);
 
 constexpr const char* region_name(Region region) {
-  constexpr const char* kNames[kNumRegions] = {"x",         "combine",         "d_output",      "router_weights",
-                                               "d_router",  "top_experts",     "num_tokens",    "words",
-                                               "arrivals",  "ring_x",          "ring_y",        "ring_gate",
-                                               "ring_up",   "ring_hidden",     "shared_hidden", "shared_y",
-                                               "ring_d_y",  "ring_weight",     "ring_d_hidden", "ring_d_gate",
-                                               "ring_d_up", "router_partials", "shared_d_gate", "shared_d_up",
-                                               "carry",     "counters",        "epochs",        "histogram"};
+  constexpr const char* kNames[kNumRegions] = {
+      "x",           "x_quantized",   "combine",     "d_output",      "router_weights",  "d_router",
+      "top_experts", "num_tokens",    "words",       "arrivals",      "ring_x",          "ring_y",
+      "ring_gate",   "ring_up",       "ring_hidden", "shared_hidden", "shared_y",        "ring_d_y",
+      "ring_weight", "ring_d_hidden", "ring_d_gate", "ring_d_up",     "router_partials", "shared_d_gate",
+      "shared_d_up", "carry",         "counters",    "epochs",        "histogram"};
   return kNames[static_cast<int>(region)];
 }
 
@@ -338,10 +351,12 @@ MOK_DEVICE int64 region_bytes(Region region, const Shape& s) {
   switch (region) {
     case Region::x:
       return s.max_tokens * bf16_bytes * s.hidden_size;
+    case Region::x_quantized:
+      return s.is_mxfp8_wire() ? s.max_tokens * s.token_row_bytes() : 0;
     case Region::combine:
       return s.max_routes() * bf16_bytes * s.hidden_size;
     case Region::d_output:
-      return s.has_backward ? s.max_tokens * bf16_bytes * s.hidden_size : 0;
+      return s.has_backward ? s.max_tokens * s.token_row_bytes() : 0;
     case Region::router_weights:
     case Region::d_router:
       return s.has_backward ? s.max_routes() * float_bytes : 0;
@@ -433,8 +448,11 @@ struct Tensors {
   const bf16* w_routed_gate;    // [El, I, H]
   const bf16* w_routed_up;      // [El, I, H]
   const bf16* w_routed_down;    // [El, H, I]
-  const int32* top_experts;     // [T, K]           schedule only
-  bf16* output;                 // [T, H]           in a backward d_x
+  // The same two as gate_up_dgrad reads them, where they were quantized along another axis; null: there is but one.
+  const bf16* w_dgrad_gate;
+  const bf16* w_dgrad_up;
+  const int32* top_experts;  // [T, K]           schedule only
+  bf16* output;              // [T, H]           in a backward d_x
   // Context of macrobatch 0 (rows [ring_rows]); null: nothing is kept and the ring is used. A backward reads it.
   bf16* context_x;            // [ring_rows, H]
   bf16* context_gate;         // [ring_rows, I]
@@ -521,7 +539,7 @@ struct Call {
   // A backward runs dispatch and gate_up again for what the context does not hold, if there can be such rows.
   MOK_DEVICE bool can_replay() const { return has_dgrad() && !shape.is_ring_complete(); }
   // Without peers nobody needs a published copy of x: a forward reads the caller's own tensor in its place.
-  MOK_DEVICE bool is_input_in_place() const { return shape.num_ranks == 1 && !is_backward(); }
+  MOK_DEVICE bool is_input_in_place() const { return shape.num_ranks == 1 && !is_backward() && !shape.is_mxfp8_wire(); }
   void place_input() {
     if (is_input_in_place() && tensors.x)
       own[static_cast<int>(Region::x)] = reinterpret_cast<char*>(const_cast<bf16*>(tensors.x));

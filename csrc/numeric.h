@@ -31,6 +31,8 @@ MOK_DEVICE float element(const bf16x8& vector, int32 i) {
   return bits_to_float(i % 2 ? pair & 0xffff0000u : pair << 16);
 }
 MOK_DEVICE uint32 pack(bf16 low, bf16 high) { return uint32{low.bits} | uint32{high.bits} << 16; }
+MOK_DEVICE bf16 low_half(uint32 pair) { return bf16{static_cast<uint16>(pair & 0xffffu)}; }
+MOK_DEVICE bf16 high_half(uint32 pair) { return bf16{static_cast<uint16>(pair >> 16)}; }
 
 // The sum of 32 neighbouring columns in a fixed tree: pairs; then the four pairs that are 8 columns apart; then
 // the four sums that are left. A warp's quad of lanes holds an accumulator row like that.

@@ -1,13 +1,12 @@
-"""Trains a small byte-level mixture-of-experts language model on a CPU, and can keep what its routers chose.
+"""Trains a small byte-level mixture-of-experts language model on CPU ranks, and can keep what its routers chose.
 
-The text is the Python language reference that every CPython carries (about 370 KB of English), so nothing
-is downloaded; its last tenth is held out. The MoE blocks are mok_modular.reference.moe: bfloat16 experts,
-rounded where the library rounds, under float32 master weights. Nothing balances the load of the experts, so
-the routing that --capture keeps is as uneven as training made it. The capture that ships with the package
-was made with --seed 1.
+The text is the Python language reference that every CPython carries (about 370 KB of English), so nothing is
+downloaded; its last tenth is held out. Every rank runs `train_rank` in a thread, as a process of a launcher would: it
+owns its share of the experts, has a copy of everything else, and takes its share of the sequences. The experts are
+bfloat16 under float32 master weights; their gradients go straight into the masters' (`main_grads`). Nothing balances
+the load of the experts, so the routing that --capture keeps is as uneven as training made it.
 
-The exit code is 0 when the held-out loss falls from above 5 nats a byte to below 2.3 within 5 minutes (500
-steps on two cores take about one minute), else 1.
+The exit code is 0 when the held-out loss falls from above 5 nats a byte to below 2.3 within 5 minutes, else 1.
 """
 
 from __future__ import annotations
@@ -17,61 +16,77 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pydoc_data.topics import topics
-from typing import TextIO
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mok_modular import reference
-from mok_modular.routing import Routing, save_routing
+import mok_modular as mok
 
 NUM_BYTE_VALUES = 256
 HIDDEN_SIZE, NUM_HEADS, NUM_LAYERS = 128, 4, 2
-NUM_EXPERTS, TOPK, EXPERT_SIZE, SHARED_SIZE = 16, 4, 64, 128
+NUM_EXPERTS, TOPK, EXPERT_SIZE, SHARED_SIZE = 16, 4, 128, 128
 CONTEXT, BATCH = 64, 16
 CONV_WIDTH = 4
 LEARNING_RATE, WARMUP_STEPS = 4e-3, 20
-NUM_RANKS, NUM_CAPTURED_STEPS = 4, 2  # a captured step's tokens are those of 4 ranks, sequences side by side
+NUM_CAPTURED_STEPS = 2
 INITIAL_LOSS_ABOVE, FINAL_LOSS_BELOW, TIME_LIMIT_S = 5.0, 2.3, 300.0
+
+MAIN_GRADS = ("w_shared_gate", "w_routed_gate", "w_shared_up", "w_routed_up", "w_shared_down", "w_routed_down")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run is made of. `capture`: where the routing of the last steps goes."""
+
+    num_steps: int = 500
+    seed: int = 0
+    num_ranks: int = 2
+    mode: str = "fused"
+    precision: str = "bf16"
+    capture: str | None = None
+    is_evaluated: bool = True
+
+
+@dataclass
+class Report:
+    """What a run gave; the same on every rank."""
+
+    losses: list[float] = field(default_factory=list)
+    initial_loss: float = math.nan
+    final_loss: float = math.nan
+    num_parameters: int = 0
+    routing: mok.Routing | None = None
 
 
 class MoEBlock(nn.Module):
-    """A softmax top-k router, E routed experts and a shared one. Keeps what its router chose last."""
+    """A softmax top-k router before the layer of E routed experts and a shared one."""
 
-    def __init__(self) -> None:
+    def __init__(self, member: mok.LocalMember, options: Options, layer_idx: int) -> None:
         super().__init__()
         self.router = nn.Linear(HIDDEN_SIZE, NUM_EXPERTS, bias=False)
-
-        def weight(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.randn(shape) / math.sqrt(shape[-1]))
-
-        self.routed_gate = weight(NUM_EXPERTS, EXPERT_SIZE, HIDDEN_SIZE)
-        self.routed_up = weight(NUM_EXPERTS, EXPERT_SIZE, HIDDEN_SIZE)
-        self.routed_down = weight(NUM_EXPERTS, HIDDEN_SIZE, EXPERT_SIZE)
-        self.shared_gate = weight(SHARED_SIZE, HIDDEN_SIZE)
-        self.shared_up = weight(SHARED_SIZE, HIDDEN_SIZE)
-        self.shared_down = weight(HIDDEN_SIZE, SHARED_SIZE)
+        torch.manual_seed(options.seed + 1000 * (layer_idx + 1))  # where the layer's weights start from
+        self.moe = mok.MoE(
+            HIDDEN_SIZE,
+            EXPERT_SIZE,
+            NUM_EXPERTS,
+            TOPK,
+            group=member,
+            config=mok.MoKConfig(mode=options.mode),
+            shared_intermediate_size=SHARED_SIZE,
+            precision=options.precision,
+            num_local_tokens=-(-BATCH // member.size()) * CONTEXT,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
-        probabilities = self.router(tokens).softmax(-1)
-        weights, ids = probabilities.topk(TOPK)
+        weights, ids = self.router(tokens).softmax(-1).topk(TOPK)
         weights = weights / weights.sum(-1, keepdim=True)
-        self.expert_ids, self.router_weights = ids, weights.detach()
-        out = reference.moe(
-            tokens.bfloat16(),
-            ids,
-            weights,
-            self.routed_gate.bfloat16(),
-            self.routed_up.bfloat16(),
-            self.routed_down.bfloat16(),
-            self.shared_gate.bfloat16(),
-            self.shared_up.bfloat16(),
-            self.shared_down.bfloat16(),
-        )
-        return out.float().view_as(x)
+        return self.moe(tokens.bfloat16(), ids, weights).float().view_as(x)
 
 
 class Attention(nn.Module):
@@ -91,12 +106,12 @@ class Attention(nn.Module):
 class TinyMoE(nn.Module):
     """Bytes [B, L] -> logits [B, L, 256]: embedding, causal convolution, layers of attention and MoE."""
 
-    def __init__(self) -> None:
+    def __init__(self, member: mok.LocalMember, options: Options) -> None:
         super().__init__()
         self.embedding = nn.Embedding(NUM_BYTE_VALUES, HIDDEN_SIZE)
         self.conv = nn.Conv1d(HIDDEN_SIZE, HIDDEN_SIZE, CONV_WIDTH)
         self.attentions = nn.ModuleList(Attention() for _ in range(NUM_LAYERS))
-        self.moes = nn.ModuleList(MoEBlock() for _ in range(NUM_LAYERS))
+        self.moes = nn.ModuleList(MoEBlock(member, options, layer_idx) for layer_idx in range(NUM_LAYERS))
         self.head = nn.Linear(HIDDEN_SIZE, NUM_BYTE_VALUES)
         nn.init.zeros_(self.head.weight)
 
@@ -107,6 +122,34 @@ class TinyMoE(nn.Module):
             x = x + attention(F.rms_norm(x, (HIDDEN_SIZE,)))
             x = x + moe(F.rms_norm(x, (HIDDEN_SIZE,)))
         return self.head(F.rms_norm(x, (HIDDEN_SIZE,)))
+
+
+class Masters:
+    """float32 copies of the layers' bfloat16 weights: what the optimizer changes, and where gradients are summed."""
+
+    def __init__(self, model: TinyMoE) -> None:
+        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self.shared: list[nn.Parameter] = []
+        for block in model.moes:
+            layer = block.moe
+            masters = []
+            for name in MAIN_GRADS:
+                weight = getattr(layer, name)
+                master = nn.Parameter(weight.detach().float())
+                master.grad = torch.zeros_like(master)
+                masters.append(master)
+                self.pairs.append((weight, master))
+            layer.main_grads = [master.grad for master in masters]
+            self.shared += masters[::2]
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [master for _, master in self.pairs]
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Rounds the masters into the layers."""
+        for weight, master in self.pairs:
+            weight.copy_(master)
 
 
 def load_text() -> tuple[Tensor, Tensor]:
@@ -127,7 +170,10 @@ def sample_batch(data: Tensor, generator: torch.Generator) -> tuple[Tensor, Tens
 
 
 def loss_of(model: TinyMoE, inputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    """The summed loss of this rank's share of the sequences, in nats."""
+    member = model.moes[0].moe.member
+    inputs, targets = (t.tensor_split(member.size())[member.rank()] for t in (inputs, targets))
+    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 @torch.no_grad()
@@ -137,82 +183,126 @@ def held_out_loss(model: TinyMoE, data: Tensor) -> float:
     inputs = data[: num_windows * CONTEXT].view(-1, CONTEXT)
     targets = data[1 : num_windows * CONTEXT + 1].view(-1, CONTEXT)
     batches = zip(inputs.split(BATCH), targets.split(BATCH), strict=True)
-    return sum(loss_of(model, i, t).item() * len(i) for i, t in batches) / num_windows
+    total = sum(loss_of(model, *batch).double() for batch in batches)
+    return all_sum(model, total) / (num_windows * CONTEXT)
 
 
-def captured_choices(model: TinyMoE) -> list[tuple[Tensor, Tensor]]:
-    """Returns each layer's latest ids and weights [R, T, K]; a rank holds its share of the sequences."""
-    shape = (NUM_RANKS, BATCH * CONTEXT // NUM_RANKS, TOPK)
-    blocks = [module for module in model.modules() if isinstance(module, MoEBlock)]
-    return [(block.expert_ids.view(shape).int(), block.router_weights.view(shape)) for block in blocks]
+def all_sum(model: TinyMoE, value: Tensor) -> float:
+    """The sum over the ranks."""
+    total = value.detach().clone()
+    model.moes[0].moe.member.all_reduce([total])
+    return total.item()
 
 
-def train(model: TinyMoE, data: Tensor, num_steps: int, seed: int, log: TextIO) -> Routing:
-    """Trains in place and returns the routing of the last steps: all layers of one, then all of the next."""
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
-    generator = torch.Generator().manual_seed(seed)
-    choices = []
-    for step in range(num_steps):
+def train_rank(model: TinyMoE, options: Options, tell: Callable[[str], None]) -> Report:
+    """One rank's whole run."""
+    member = model.moes[0].moe.member
+    generator = torch.Generator().manual_seed(options.seed)
+    train_data, held_out_data = load_text()
+    masters = Masters(model)
+    # Experts have one owner. Everything else has a copy on every rank, which sees its own sequences only.
+    copies = [p for name, p in model.named_parameters() if ".moe." not in name]
+    optimizer = torch.optim.AdamW([*copies, *masters.parameters()], betas=(0.9, 0.95), weight_decay=0.01)
+    report = Report(num_parameters=sum(p.numel() for p in copies) + sum(p.numel() for p in masters.parameters()))
+    if options.is_evaluated:
+        report.initial_loss = held_out_loss(model, held_out_data)
+        tell(f"held-out loss before training: {report.initial_loss:.3f} nats a byte")
+
+    def step(step_idx: int) -> None:
         for group in optimizer.param_groups:
-            decay = (1 + math.cos(math.pi * step / num_steps)) / 2
-            group["lr"] = LEARNING_RATE * decay * min((step + 1) / WARMUP_STEPS, 1.0)
-        loss = loss_of(model, *sample_batch(data, generator))
-        optimizer.zero_grad()
+            decay = (1 + math.cos(math.pi * step_idx / options.num_steps)) / 2
+            group["lr"] = LEARNING_RATE * decay * min((step_idx + 1) / WARMUP_STEPS, 1.0)
+        loss = loss_of(model, *sample_batch(train_data, generator)) / (BATCH * CONTEXT)
+        optimizer.zero_grad(set_to_none=False)
         loss.backward()
+        member.all_reduce([p.grad for p in [*copies, *masters.shared]])
         optimizer.step()
-        if step % 50 == 0 or step == num_steps - 1:
-            print(f"step {step:4d}  training loss {loss.item():.3f}", file=log, flush=True)
-        if step >= num_steps - NUM_CAPTURED_STEPS:
-            choices += captured_choices(model)
-    ids, weights = zip(*choices, strict=True)
+        masters.write_back()
+        report.losses.append(all_sum(model, loss))
+        if step_idx % 50 == 0 or step_idx == options.num_steps - 1:
+            tell(f"step {step_idx:4d}  training loss {report.losses[-1]:.3f}")
+
+    first_captured = options.num_steps - NUM_CAPTURED_STEPS
+    for step_idx in range(max(0, first_captured)):
+        step(step_idx)
     source = (
-        f"examples/train_tiny_moe.py, byte-level language model on pydoc_data.topics, seed {seed}: "
-        f"{NUM_LAYERS} layers of each of the last {NUM_CAPTURED_STEPS} of {num_steps} steps"
+        f"examples/train_tiny_moe.py, byte-level language model on pydoc_data.topics, seed {options.seed}: "
+        f"{NUM_LAYERS} layers of each of the last {NUM_CAPTURED_STEPS} of {options.num_steps} steps"
     )
-    return Routing(torch.stack(ids), torch.stack(weights), NUM_EXPERTS, source)
+    with mok.capture_routing(model, options.capture, source=source) as capture:
+        for step_idx in range(max(0, first_captured), options.num_steps):
+            step(step_idx)
+    report.routing = capture.routing
+    if options.is_evaluated:
+        report.final_loss = held_out_loss(model, held_out_data)
+    return report
 
 
-def main() -> int:
+def train(options: Options, tell: Callable[[str], None] = lambda _: None) -> Report:
+    """Trains on `options.num_ranks` CPU ranks; `tell` gets a line now and then."""
+
+    group = mok.LocalGroup(options.num_ranks)
+    models = []
+    for member in group.members:  # in turn: threads would share torch's generator
+        torch.manual_seed(options.seed)
+        models.append(TinyMoE(member, options))
+
+    def rank_main(member: mok.LocalMember) -> Report:
+        rank = member.rank()
+        return train_rank(models[rank], options, tell if rank == 0 else lambda _: None)
+
+    return group.run(rank_main)[0]
+
+
+def parse_options() -> tuple[Options, argparse.Namespace]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500, help="training steps (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default %(default)s)")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads of torch (default %(default)s)")
+    parser.add_argument("--ranks", type=int, default=2, help="CPU ranks (default %(default)s)")
+    parser.add_argument("--mode", default="fused", help="fused, split or a plan string (default %(default)s)")
+    parser.add_argument("--precision", choices=("bf16", "mxfp8"), default="bf16", help="of the experts' products")
+    parser.add_argument(
+        "--threads", type=int, default=2, help="CPU threads of all ranks together (default %(default)s)"
+    )
     parser.add_argument("--capture", metavar="FILE", help="write the routing of the last steps to FILE")
     parser.add_argument("--json", action="store_true", help="print one JSON object; progress goes to stderr")
     args = parser.parse_args()
     if args.steps < NUM_CAPTURED_STEPS:
         parser.error(f"--steps must be at least {NUM_CAPTURED_STEPS}")
-    log = sys.stderr if args.json else sys.stdout
+    if args.ranks < 1 or NUM_EXPERTS % args.ranks:
+        parser.error(f"--ranks must divide the number of experts, {NUM_EXPERTS}")
+    options = Options(args.steps, args.seed, args.ranks, args.mode, args.precision, args.capture)
+    return options, args
 
+
+def main() -> int:
+    options, args = parse_options()
+    log = sys.stderr if args.json else sys.stdout
     start = time.perf_counter()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
-    train_data, held_out_data = load_text()
-    model = TinyMoE()
-    initial_loss = held_out_loss(model, held_out_data)
-    print(f"held-out loss before training: {initial_loss:.3f} nats a byte", file=log, flush=True)
-    routing = train(model, train_data, args.steps, args.seed, log)
-    final_loss = held_out_loss(model, held_out_data)
-    if args.capture:
-        save_routing(args.capture, routing)
+    torch.set_num_threads(max(1, args.threads // options.num_ranks))
+    report = train(options, lambda text: print(text, file=log, flush=True))
     elapsed_s = time.perf_counter() - start
-    is_learned = initial_loss > INITIAL_LOSS_ABOVE and final_loss < FINAL_LOSS_BELOW
+    is_learned = report.initial_loss > INITIAL_LOSS_ABOVE and report.final_loss < FINAL_LOSS_BELOW
     ok = is_learned and elapsed_s < TIME_LIMIT_S
-    imbalance = routing.imbalance().tolist()
-    result = {
+    assert report.routing is not None
+    imbalance = report.routing.imbalance().tolist()
+    result: dict[str, Any] = {
         "ok": ok,
-        "initial_loss": initial_loss,
-        "final_loss": final_loss,
+        "initial_loss": report.initial_loss,
+        "final_loss": report.final_loss,
         "elapsed_s": elapsed_s,
-        "num_steps": args.steps,
-        "num_parameters": sum(p.numel() for p in model.parameters()),
+        "num_steps": options.num_steps,
+        "ranks": options.num_ranks,
+        "mode": options.mode,
+        "precision": options.precision,
+        "num_parameters": report.num_parameters,
         "imbalance": imbalance,
-        "capture": args.capture,
+        "capture": options.capture,
     }
     if args.json:
         print(json.dumps(result))
     else:
-        print(f"held-out loss after training: {final_loss:.3f} nats a byte, {elapsed_s:.0f} s in all")
+        print(f"held-out loss after training: {report.final_loss:.3f} nats a byte, {elapsed_s:.0f} s in all")
         print("busiest expert over mean, by capture: " + ", ".join(f"{value:.2f}" for value in imbalance))
         print("ok" if ok else f"not ok: wanted below {FINAL_LOSS_BELOW} within {TIME_LIMIT_S:.0f} s")
     return 0 if ok else 1

@@ -6,11 +6,12 @@ with the same bits. See README.md for ten lines that run, docs/design.md for how
 
 from mok_modular import functional, reference, stages
 from mok_modular.config import PRESETS, MoEShape, MoKConfig
-from mok_modular.errors import MoKDeadlockError, MoKPeerError, MoKTimeoutError
+from mok_modular.errors import MoKDeadlockError, MoKPeerError, MoKSignalError, MoKTimeoutError
 from mok_modular.functional import MoKForwardContext, MoKSchedule
 from mok_modular.group import LocalGroup, LocalMember
 from mok_modular.layer import MoE
 from mok_modular.plan import Plan
+from mok_modular.routing import Routing, capture_routing, load_routing
 from mok_modular.workspace import Workspace
 
 __version__ = "0.1.0"
@@ -26,10 +27,14 @@ __all__ = [
     "MoKForwardContext",
     "MoKPeerError",
     "MoKSchedule",
+    "MoKSignalError",
     "MoKTimeoutError",
     "Plan",
+    "Routing",
     "Workspace",
+    "capture_routing",
     "functional",
+    "load_routing",
     "reference",
     "stages",
 ]

@@ -148,7 +148,7 @@ def layer_call(
     tensors: Mapping[str, Tensor | None],
     num_tokens: int,
     swiglu_limit: float | None,
-    **agree: Any,
+    is_mxfp8: bool = False,
 ) -> host.Call:
     """A call of the layer with arguments that were checked; `sizes` as check_layer returns them."""
     num_local_experts, intermediate_size, shared_size = sizes
@@ -170,12 +170,13 @@ def layer_call(
             "mode": str(config.plan),
             # Without a look at the device, so not on a GPU.
             "schedule": None if schedule.counts.is_cuda else int(schedule.counts[4]),
+            "precision": "mxfp8" if is_mxfp8 else "bf16",
             **config_agreement(workspace, config),
-            **agree,
         },
         intermediate_size=intermediate_size,
         shared_size=shared_size,
         swiglu_limit=swiglu_limit,
+        is_mxfp8=is_mxfp8,
         config=config,
         stream=current_stream(workspace),
     )
@@ -243,9 +244,8 @@ def schedule_sizes(shape: Any, num_routes: int) -> dict[str, int]:
 
 
 def empty_schedule(sizes: Mapping[str, int], device: torch.device) -> MoKSchedule:
-    """A schedule of these sizes, its tensors in one piece of memory."""
-    memory = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)
-    return MoKSchedule(**dict(zip(sizes, memory.split_with_sizes(list(sizes.values())), strict=True)))
+    """A schedule of these sizes. Each tensor has memory of its own: outputs of a torch operation must not share any."""
+    return MoKSchedule(**{name: torch.empty(size, dtype=torch.int32, device=device) for name, size in sizes.items()})
 
 
 def empty_context(x: Tensor, num_rows: int, intermediate_size: int, shared_size: int) -> MoKForwardContext:
@@ -271,6 +271,9 @@ def check_config(workspace: Workspace, config: MoKConfig) -> None:
         raise TypeError(f"workspace must be a Workspace, got {type(workspace).__name__}")
     if not isinstance(config, MoKConfig):
         raise TypeError(f"config must be a MoKConfig, got {type(config).__name__}")
+    for name, is_asked in (("trace=True", config.trace), ("stages={...}", config.stages)):
+        if is_asked and workspace.device.type != "cpu":
+            raise ValueError(f"{name} needs the host target (ranks on the CPU), the workspace is on {workspace.device}")
     if layout_key(config) != layout_key(workspace.config):
         raise ValueError(
             f"config must agree with the workspace's in everything but mode and timeouts; got {config}, "
@@ -343,8 +346,10 @@ def check_layer(
     router_weights: Tensor | None,
     weights: Mapping[str, Tensor | None],
     swiglu_limit: float | None,
+    is_mxfp8: bool = False,
 ) -> tuple[int, int, int]:
-    """Returns (local experts, I, S). A recomputation has no router weights and no down projections."""
+    """Returns (local experts, I, S). A recomputation has no router weights and no down projections. MXFP8 weights come
+    dequantized."""
     check_config(workspace, config)
     if not isinstance(schedule, MoKSchedule):
         raise TypeError(f"schedule must be a MoKSchedule, got {type(schedule).__name__}")
@@ -404,6 +409,11 @@ def check_layer(
         for name in shared_names:
             matrix = (hidden, shared_size) if name == "w_shared_down" else (shared_size, hidden)
             check_shape(name, weights[name], matrix, shapes[name])
+    if is_mxfp8:
+        sizes = {"hidden_size": hidden, "intermediate_size": inter, "shared_intermediate_size": shared_size}
+        check_mxfp8_sizes(sizes, workspace.device)
+    elif config.wire != "bf16":
+        raise ValueError(f"config.wire={config.wire!r} needs MXFP8 weights, got BF16 ones")
     if swiglu_limit is not None:
         if isinstance(swiglu_limit, bool) or not isinstance(swiglu_limit, int | float):
             raise TypeError(f"swiglu_limit must be a float or None, got {type(swiglu_limit).__name__}")
@@ -436,6 +446,15 @@ def check_shape(name: str, tensor: Tensor | None, shape: tuple[int, ...], words:
 def check_width(name: str, value: int) -> None:
     if value < 64 or value % 64:
         raise ValueError(f"{name} must be a positive multiple of 64, got {value}")
+
+
+def check_mxfp8_sizes(sizes: Mapping[str, Any], device: torch.device | str) -> None:
+    """`sizes` by the names of MoEShape, or a MoEShape's own."""
+    if torch.device(device).type != "cpu":
+        raise ValueError(f"MXFP8 runs on CPU ranks only in this version, the group is on {device}")
+    for name in ("hidden_size", "intermediate_size", "shared_intermediate_size"):
+        if sizes[name] % 128:
+            raise ValueError(f"{name} must be a multiple of 128 in MXFP8, got {sizes[name]}")
 
 
 def check_num_tokens(workspace: Workspace, name: str, tensor: Tensor) -> None:

@@ -24,17 +24,22 @@ from mok_modular.config import PRESETS, MoEShape, MoKConfig
 from mok_modular.errors import MoKPeerError, MoKTimeoutError, format_table
 from mok_modular.nvrtc import CompileError
 from mok_modular.plan import Plan, all_plans
+from mok_modular.precision import PRECISIONS
 from mok_modular.testing import MAX_RATIO
 
 if TYPE_CHECKING:
     from mok_modular.group import LocalGroup
-    from mok_modular.testing import ForwardResult, StageStats, TensorCheck, Workload
+    from mok_modular.testing import PassesResult, StageStats, TensorCheck, Workload
+    from mok_modular.trace import Trace
 
 # Data-flow order, for the list of stages; any other comes behind these.
-_STAGE_FILES = ("schedule", "dispatch", "grouped_gemm", "swiglu", "combine", "reduce", "ring")
+_STAGE_FILES = ("schedule", "dispatch", "grouped_gemm", "swiglu", "combine", "reduce", "quantize", "ring")
 
 _STAGE_NOTE = "rows, MB, GFLOP, busy (inside tiles) and wait (suspended at waits) are sums over ranks and workers"
-_CHECK_NOTE = f"distances from float64; torch: its BF16 matmuls, rounded at the same places; ok up to {MAX_RATIO} of it"
+_CHECK_NOTE = (
+    "distances from float64; torch: its BF16 matmuls, rounded and in mxfp8 quantized at the same places; "
+    f"ok up to {MAX_RATIO} of it"
+)
 
 DEFAULT_HIDDEN_SIZE = 256
 DEFAULT_INTERMEDIATE_SIZE = 384
@@ -67,9 +72,19 @@ def _make_parser() -> _Parser:
     parser = _Parser(prog="mok-modular", description="Expert-parallel mixture-of-experts layers, stage by stage.")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
 
-    run = commands.add_parser("run", help="one forward on captured routing: stages and the check of the output")
+    run = commands.add_parser(
+        "run", help="forward and backward on captured routing: stages, the check of output and gradients"
+    )
     _add_workload_options(run)
     run.add_argument("--mode", default="fused", help="fused, split or a plan string (default: fused)")
+    run.add_argument("--trace", type=Path, metavar="FILE", help="write what every worker did, for ui.perfetto.dev")
+    run.add_argument(
+        "--fault",
+        action="append",
+        default=[],
+        metavar="FAULT",
+        help="plant a fault, such as drop:x_ready,rank=1 (mok_modular.testing.faults); may be given several times",
+    )
     run.set_defaults(command=_run)
 
     ab = commands.add_parser("ab", help="fused against split in one run: times, and whether the bits agree")
@@ -81,6 +96,7 @@ def _make_parser() -> _Parser:
         default="two",
         help="fused and split, or all 16 plans (default: two)",
     )
+    ab.add_argument("--timeline", type=Path, metavar="FILE", help="draw split beside fused (needs matplotlib)")
     ab.set_defaults(command=_ab)
 
     stages = commands.add_parser("stages", help="the stages, their contracts and the active implementation")
@@ -112,8 +128,11 @@ def _add_workload_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape",
         help=f"H,I,E,K[,S] or one of: {', '.join(PRESETS)}; E and K must fit the routing "
-        f"(default: {DEFAULT_HIDDEN_SIZE},{DEFAULT_INTERMEDIATE_SIZE},E,K,{DEFAULT_SHARED_INTERMEDIATE_SIZE} "
-        "with the routing's E and K)",
+        f"(default: the captured layer's; {DEFAULT_HIDDEN_SIZE},{DEFAULT_INTERMEDIATE_SIZE},E,K,"
+        f"{DEFAULT_SHARED_INTERMEDIATE_SIZE} with the routing's E and K where the capture does not say)",
+    )
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, default="bf16", help="of the routed experts' products (default: bf16)"
     )
     parser.add_argument("--tokens", type=int, help="tokens of each rank (default: those of one capture)")
     parser.add_argument("--routing", type=Path, metavar="FILE", help="captured routing (default: the shipped one)")
@@ -134,15 +153,21 @@ def _add_workload_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from mok_modular.testing import check_forward, run_forward
+    from mok_modular.testing import check_passes, faults, run_passes
 
-    config = MoKConfig(mode=args.mode)
+    config = MoKConfig(mode=args.mode, trace=args.trace is not None)
+    planted = [faults.parse(text) for text in args.fault]
     workload, group, source = _set_up(args)
     progress = _Progress()
-    progress(f"forward, {_describe(workload)}, mode {args.mode}")
-    result = run_forward(group, workload, config)
-    progress(f"forward took {result.seconds:.3f} s; checking against float64")
-    checks = check_forward(workload, result)
+    progress(f"forward and backward, {_describe(workload)}, mode {args.mode}")
+    try:
+        with faults.plant(*planted):
+            result = run_passes(group, workload, config)
+    finally:
+        if args.trace is not None:
+            _trace_of(group).save(args.trace)
+    progress(f"forward took {result.seconds:.3f} s, backward {result.backward_seconds:.3f} s; checking against float64")
+    checks = check_passes(workload, result)
     is_ok = all(check.is_ok for check in checks.values())
     progress("checked")
     if args.json:
@@ -150,11 +175,13 @@ def _run(args: argparse.Namespace) -> int:
             {
                 "ok": is_ok,
                 "config": dataclasses.asdict(config),
+                "precision": workload.precision,
                 "ranks": workload.num_ranks,
                 "shape": dataclasses.asdict(workload.shape),
                 "num_tokens": [len(x) for x in workload.x],
                 "routing": source,
                 "seconds": result.seconds,
+                "backward_seconds": result.backward_seconds,
                 "stages": [stage.to_json() for stage in result.stages],
                 "check": {name: dataclasses.asdict(check) for name, check in checks.items()},
             }
@@ -168,8 +195,13 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if is_ok else 1
 
 
+def _trace_of(group: LocalGroup) -> Trace:
+    """The trace of the only workspace of a group."""
+    return next(iter(group.workspaces.values())).trace()
+
+
 def _ab(args: argparse.Namespace) -> int:
-    from mok_modular.testing import run_forward_plans
+    from mok_modular.testing import run_passes_plans
 
     if args.iters < 1:
         raise ValueError(f"--iters must be at least 1, got {args.iters}")
@@ -178,15 +210,21 @@ def _ab(args: argparse.Namespace) -> int:
     workload, group, _ = _set_up(args)
     progress = _Progress()
     num_rounds = args.iters + 1
-    progress(f"forward, {_describe(workload)}, {len(plans)} plans, {num_rounds} rounds")
-    results = run_forward_plans(group, workload, configs, num_rounds)
+    progress(f"forward and backward, {_describe(workload)}, {len(plans)} plans, {num_rounds} rounds")
+    results = run_passes_plans(group, workload, configs, num_rounds)
     by_plan = {str(plan): results[i * num_rounds : (i + 1) * num_rounds] for i, plan in enumerate(plans)}
     progress("comparing bits")
     first = results[0]
     differing = {name: _differing(first, rounds) for name, rounds in by_plan.items()}
-    medians = {name: statistics.median(round_.seconds for round_ in rounds[1:]) for name, rounds in by_plan.items()}
+    medians = {
+        name: statistics.median(round_.seconds + round_.backward_seconds for round_ in rounds[1:])
+        for name, rounds in by_plan.items()
+    }
     names = sorted(set().union(*differing.values()))
     ratio = medians["split"] / medians["fused"]
+    if args.timeline is not None:
+        _draw_timeline(args)
+        progress(f"wrote {args.timeline}")
     if args.json:
         report: dict[str, Any] = {
             "bits_identical": not names,
@@ -209,6 +247,18 @@ def _ab(args: argparse.Namespace) -> int:
         print()
         print(f"split/fused {ratio:.2f}; bits {_same(names)} over {len(results)} runs")
     return 0 if not names else 1
+
+
+def _draw_timeline(args: argparse.Namespace) -> None:
+    from mok_modular.testing import run_forward
+    from mok_modular.trace import plot
+
+    traces = {}
+    for mode in ("split", "fused"):
+        workload, group, _ = _set_up(args)
+        run_forward(group, workload, MoKConfig(mode=mode, trace=True))
+        traces[mode] = _trace_of(group)
+    plot(traces, args.timeline)
 
 
 def _stages(args: argparse.Namespace) -> int:
@@ -291,6 +341,7 @@ def _set_up(args: argparse.Namespace) -> tuple[Workload, LocalGroup, str]:
 
     Raises ValueError or OSError for options that do not fit, BuildError if the extension does not load.
     """
+    from mok_modular.calls import check_mxfp8_sizes
     from mok_modular.routing import load_routing
     from mok_modular.testing import Workload
 
@@ -299,16 +350,22 @@ def _set_up(args: argparse.Namespace) -> tuple[Workload, LocalGroup, str]:
         if value is not None and value < minimum:
             raise ValueError(f"--{name} must be at least {minimum}, got {value}")
     routing = load_routing(args.routing)
-    _, num_captured_ranks, num_captured_tokens, topk = routing.expert_ids.shape
-    shape = parse_shape(args.shape, num_experts=routing.num_experts, topk=topk)
+    _, num_captured_ranks, _, topk = routing.expert_ids.shape
+    if args.shape is None and routing.shape is not None:
+        shape = routing.shape
+    else:
+        shape = parse_shape(args.shape, num_experts=routing.num_experts, topk=topk)
     num_ranks = num_captured_ranks if args.ranks is None else args.ranks
     workload = Workload.from_routing(
         routing,
         shape,
         num_ranks=num_ranks,
-        num_tokens=num_captured_tokens if args.tokens is None else args.tokens,
+        num_tokens=args.tokens,
         seed=args.seed,
     )
+    workload = dataclasses.replace(workload, precision=args.precision)
+    if args.precision == "mxfp8":
+        check_mxfp8_sizes(vars(shape), "cpu")
     # Last, so that wrong options are told even where the extension does not load.
     host_build_info()
     from mok_modular.group import LocalGroup
@@ -373,7 +430,7 @@ def _describe(workload: Workload) -> str:
     return (
         f"{ranks} x {'-'.join(map(str, tokens))} tokens, "
         f"H {shape.hidden_size}, I {shape.intermediate_size}, E {shape.num_experts}, K {shape.topk}, "
-        f"S {shape.shared_intermediate_size}"
+        f"S {shape.shared_intermediate_size}, {workload.precision}"
     )
 
 
@@ -409,15 +466,16 @@ def _check_table(checks: dict[str, TensorCheck]) -> str:
     return format_table(("check", "error", "torch error", "ratio", "verdict"), rows)
 
 
-def _differing(first: ForwardResult, others: Sequence[ForwardResult]) -> set[str]:
+def _differing(first: PassesResult, others: Sequence[PassesResult]) -> set[str]:
     """Names of the tensors whose bits are not those of `first`."""
     import torch
 
     return {
-        "output"
+        name
         for other in others
-        for a, b in zip(first.outputs, other.outputs, strict=True)
-        if not torch.equal(a.view(torch.int16), b.view(torch.int16))
+        for name, parts in first.tensors.items()
+        for a, b in zip(parts, other.tensors[name], strict=True)
+        if not torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     }
 
 

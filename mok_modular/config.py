@@ -6,10 +6,12 @@ Only options whose feature exists are here; an unknown keyword is a TypeError, a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from mok_modular.plan import Plan
+from mok_modular.swap import check_stages
 
 DEFAULT_ROW_BLOCK = 128
 """The smallest row block of any target: what minibatch_size is held against while `row_block` is None."""
@@ -31,6 +33,8 @@ class MoKConfig:
     all_gather_top_experts_chunk_bytes: accepted for call compatibility, unused.
     dispatch: `pull` (the expert's rank reads) or `push`. combine: `push` (the expert's rank writes) or
         `pull`. Push dispatch and pull combine need a ring that holds all rows.
+    wire: how tokens and their gradients travel in MXFP8 layers, `bf16` or `mxfp8` (quantized once, at the source; half
+        the bytes). The same bits; BF16 layers take `bf16` only, and so does push dispatch, which writes BF16 rings.
     signal_grain: what one signal stands for, `row_block` or `minibatch`.
     ring: order of windows inside a generation, `interleaved` or `serial`.
     row_block: rows of the unit of padding and signals, 128 or 256; None takes the target's.
@@ -38,6 +42,8 @@ class MoKConfig:
     num_reserved_sms: processors left to other kernels.
     allow_shared_gpu: ranks that are processes may share a GPU, for tests: it is time-sliced between them, so a round
         of signals takes milliseconds, and timeouts are multiplied by the number of ranks on a GPU.
+    stages: functions that stand in for stages, by name (mok_modular.swap); host target.
+    trace: keep what every worker did and when, for `workspace.trace()`; host target.
     signals: how ranks that are processes signal each other in kernels without matrix products: `direct` (a store to the
         peer's address) or `nvshmem` (NVSHMEM's device operations). Kernels with matrix products always use `direct`.
 
@@ -53,6 +59,7 @@ class MoKConfig:
     all_gather_top_experts_chunk_bytes: int = 2048
     dispatch: str = "pull"
     combine: str = "push"
+    wire: str = "bf16"
     signal_grain: str = "row_block"
     ring: str = "interleaved"
     row_block: int | None = None
@@ -60,12 +67,17 @@ class MoKConfig:
     timeout_s: float = 10
     num_reserved_sms: int = 0
     allow_shared_gpu: bool = False
+    trace: bool = False
+    stages: Mapping[str, Callable[..., Any]] = field(default_factory=dict, hash=False)
     signals: str = "direct"
 
     def __post_init__(self) -> None:
         self._check_mode()
         _check_choice("dispatch", self.dispatch, ("pull", "push"))
         _check_choice("combine", self.combine, ("push", "pull"))
+        _check_choice("wire", self.wire, ("bf16", "mxfp8"))
+        if self.wire == "mxfp8" and self.dispatch == "push":
+            raise ValueError("wire='mxfp8' needs dispatch='pull': a pusher writes the owner's ring, which holds BF16")
         _check_choice("signal_grain", self.signal_grain, ("row_block", "minibatch"))
         _check_choice("ring", self.ring, ("interleaved", "serial"))
         self._check_sizes()
@@ -85,8 +97,15 @@ class MoKConfig:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0 (0 waits for ever), got {getattr(self, name)}")
         _check_int("num_reserved_sms", self.num_reserved_sms, minimum=0)
-        if not isinstance(self.allow_shared_gpu, bool):
-            raise TypeError(f"allow_shared_gpu must be a bool, got {type(self.allow_shared_gpu).__name__}")
+        for name in ("allow_shared_gpu", "trace"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {type(getattr(self, name)).__name__}")
+        check_stages(
+            self.stages,
+            self.plan,
+            is_push_dispatch=self.dispatch == "push",
+            is_pull_combine=self.combine == "pull",
+        )
         _check_choice("signals", self.signals, ("direct", "nvshmem"))
 
     @property

@@ -65,6 +65,11 @@ class MoKDeadlockError(MoKTimeoutError):
     """Every worker of every rank waits, so no word can change any more: the scheduler sees it at once."""
 
 
+class MoKSignalError(MoKTimeoutError):
+    """A counter does not hold what was waited for when the call is over, so somebody may have gone on too early: a
+    broken stage or protocol. Seen at the end of a call on the host target, when no wait was left open."""
+
+
 class MoKPeerError(RuntimeError):
     """Another rank failed, so this call cannot end; `rank` is that rank, None if unknown."""
 

@@ -47,6 +47,7 @@ from mok_modular.functional_backward import (
     backward_wgrad,
     recompute_forward_context,
 )
+from mok_modular.precision import RoutedWeight, unpack_forward
 from mok_modular.targets import host
 from mok_modular.workspace import (
     Workspace,
@@ -112,7 +113,7 @@ def build_schedule(
         call, sizes = remember(workspace, key, checked)
         ids = top_experts.to(torch.int32)
         schedule = empty_schedule(sizes, ids.device)
-        places = key and (key, ids.data_ptr(), schedule.peer_rank.data_ptr())
+        places = key and (key, ids.data_ptr(), *(tensor.data_ptr() for tensor in schedule_fields(schedule)))
         return with_tensors(call, workspace, schedule, {"top_experts": ids}, places), schedule
 
     schedule: MoKSchedule = make_collective(workspace, "build_schedule", config, prepare)
@@ -128,9 +129,9 @@ def forward(
     w_shared_gate: Tensor | None,
     w_shared_up: Tensor | None,
     w_shared_down: Tensor | None,
-    w_routed_gate: Tensor,
-    w_routed_up: Tensor,
-    w_routed_down: Tensor,
+    w_routed_gate: RoutedWeight,
+    w_routed_up: RoutedWeight,
+    w_routed_down: RoutedWeight,
     swiglu_limit: float | None = None,
     *,
     save_context: bool = True,
@@ -140,39 +141,39 @@ def forward(
     x [T, H] bf16; router_weights [T, K] float32; w_shared_gate, w_shared_up [S, H], w_shared_down [H, S] bf16 or all
     None; w_routed_gate, w_routed_up [El, I, H], w_routed_down [El, H, I] bf16, the experts of this rank. An expert is
     down(swiglu(gate(x), up(x))); swiglu_limit clamps gate above and up on both sides before it.
+    MXFP8: the three routed weights as (data, scale) of ops.mxfp8_quantize, H, I and S multiples of 128. Then x and h
+    are quantized too, and the context's x is what is left of it.
     Returns (output [T, H] bf16, context); the context's tensors are empty with save_context=False.
     """
 
-    weights = {
-        "w_shared_gate": w_shared_gate,
-        "w_shared_up": w_shared_up,
-        "w_shared_down": w_shared_down,
-        "w_routed_gate": w_routed_gate,
-        "w_routed_up": w_routed_up,
-        "w_routed_down": w_routed_down,
-    }
-
-    def checked() -> tuple[host.Call, MoKForwardContext]:
-        """The call, apart from its tensors, and a context that holds nothing."""
-        sizes = check_layer(workspace, config, schedule, x, router_weights, weights, swiglu_limit)
-        limit = None if swiglu_limit is None else float(swiglu_limit)
-        call = layer_call("forward", workspace, config, schedule, sizes, {}, len(x), limit)
-        return call, empty_context(x, 0, *sizes[1:])
-
     def prepare() -> tuple[host.Call, Any]:
+        weights, is_mxfp8 = unpack_forward(
+            {
+                "w_shared_gate": w_shared_gate,
+                "w_shared_up": w_shared_up,
+                "w_shared_down": w_shared_down,
+                "w_routed_gate": w_routed_gate,
+                "w_routed_up": w_routed_up,
+                "w_routed_down": w_routed_down,
+            }
+        )
+
+        def checked() -> host.Call:
+            """The call, apart from its tensors."""
+            sizes = check_layer(workspace, config, schedule, x, router_weights, weights, swiglu_limit, is_mxfp8)
+            limit = None if swiglu_limit is None else float(swiglu_limit)
+            return layer_call("forward", workspace, config, schedule, sizes, {}, len(x), limit, is_mxfp8)
+
         # A new schedule's tensors are where the last one's were, as a rule: then nothing is checked or packed again.
         given = (x, router_weights, *weights.values(), *schedule_fields(schedule))
-        key = call_key("forward", workspace, config, given, swiglu_limit)
-        call, context = remember(workspace, key, checked)
+        key = call_key("forward", workspace, config, given, swiglu_limit, is_mxfp8)
+        call = remember(workspace, key, checked)
         output = torch.empty_like(x)
-        tensors = {**weights, "x": x, "router_weights": router_weights, "output": output}
-        places = key and (key, output.data_ptr())
-        if save_context:
-            ring_rows = min(config.macrobatch_size, schedule.peer_rank.numel())
-            context = empty_context(x, ring_rows, call.intermediate_size, call.shared_size)
-            kept = context_tensors(context)
-            tensors |= kept
-            places = key and (*places, *(tensor.data_ptr() for tensor in kept.values()))
+        ring_rows = min(config.macrobatch_size, schedule.peer_rank.numel())
+        context = empty_context(x, ring_rows if save_context else 0, call.intermediate_size, call.shared_size)
+        kept = context_tensors(context)
+        tensors = {**weights, **kept, "x": x, "router_weights": router_weights, "output": output}
+        places = key and (key, output.data_ptr(), *(tensor.data_ptr() for tensor in kept.values()))
         return with_tensors(call, workspace, schedule, tensors, places), (output, context)
 
     output, context = make_collective(workspace, "forward", config, prepare)

@@ -23,6 +23,7 @@ from mok_modular.calls import (
     make_collective,
 )
 from mok_modular.config import MoKConfig
+from mok_modular.precision import RoutedWeight, unpack_backward, unpack_forward
 from mok_modular.targets import host
 from mok_modular.workspace import Workspace
 
@@ -58,8 +59,8 @@ def recompute_forward_context(
     x: Tensor,
     w_shared_gate: Tensor | None,
     w_shared_up: Tensor | None,
-    w_routed_gate: Tensor,
-    w_routed_up: Tensor,
+    w_routed_gate: RoutedWeight,
+    w_routed_up: RoutedWeight,
     swiglu_limit: float | None = None,
 ) -> MoKForwardContext:
     """The context that `forward` returned for these arguments, to the last bit, without the rest. Collective.
@@ -68,17 +69,19 @@ def recompute_forward_context(
     """
 
     def prepare() -> tuple[host.Call, MoKForwardContext]:
-        weights = {
+        weights: dict[str, Any] = {
             "w_shared_gate": w_shared_gate,
             "w_shared_up": w_shared_up,
             "w_routed_gate": w_routed_gate,
             "w_routed_up": w_routed_up,
         }
-        sizes = check_layer(workspace, config, schedule, x, None, weights, swiglu_limit)
+        weights, is_mxfp8 = unpack_forward(weights)
+        sizes = check_layer(workspace, config, schedule, x, None, weights, swiglu_limit, is_mxfp8)
         context = empty_context(x, min(config.macrobatch_size, schedule.peer_rank.numel()), *sizes[1:])
         tensors = weights | context_tensors(context) | {"x": x}
+        limit = _limit(swiglu_limit)
         call = layer_call(
-            "recompute_forward_context", workspace, config, schedule, sizes, tensors, len(x), _limit(swiglu_limit)
+            "recompute_forward_context", workspace, config, schedule, sizes, tensors, len(x), limit, is_mxfp8
         )
         return call, context
 
@@ -98,9 +101,9 @@ def backward(
     w_shared_gate: Tensor | None,
     w_shared_up: Tensor | None,
     w_shared_down: Tensor | None,
-    w_routed_gate: Tensor,
-    w_routed_up: Tensor,
-    w_routed_down: Tensor,
+    w_routed_gate: RoutedWeight,
+    w_routed_up: RoutedWeight,
+    w_routed_down: RoutedWeight,
     swiglu_limit: float | None = None,
     *,
     main_grads: Sequence[Tensor | None] | None = None,
@@ -115,13 +118,17 @@ def backward(
     (None without a shared expert). d_router_weights is the sum over I of bf16(d_h) * h, before the weight, so it is
     right for weights of zero.
 
+    MXFP8: w_routed_gate and w_routed_up as (data, scale, data_t, scale_t), w_routed_down as (data_t, scale_t) of
+    ops.mxfp8_quantize; every gradient of an activation is quantized where a product reads it, by row for d_x and along
+    the rows for weight gradients.
+
     main_grads: six tensors, all bf16 or all float32, in the order shared gate, routed gate, shared up, routed up,
     shared down, routed down (shared ones None without a shared expert): the FP32 sums are added to them in one
     addition, those of experts without rows stay untouched, and None is returned for the weights.
     """
 
     def prepare() -> tuple[host.Call, tuple[Tensor | None, ...]]:
-        weights = {
+        weights: dict[str, Any] = {
             "w_shared_gate": w_shared_gate,
             "w_shared_up": w_shared_up,
             "w_shared_down": w_shared_down,
@@ -129,13 +136,15 @@ def backward(
             "w_routed_up": w_routed_up,
             "w_routed_down": w_routed_down,
         }
-        sizes = check_layer(workspace, config, schedule, x, router_weights, weights, swiglu_limit)
+        weights, is_mxfp8 = unpack_backward(weights)
+        sizes = check_layer(workspace, config, schedule, x, router_weights, weights, swiglu_limit, is_mxfp8)
         _check_backward(workspace, config, schedule, context, d_output, x, sizes)
         gradients = _gradient_tensors(workspace, weights, main_grads)
         outputs = _dgrad_outputs(x, router_weights)
         tensors = weights | context_tensors(context) | outputs | gradients
         tensors |= {"x": x, "router_weights": router_weights, "d_output": d_output}
-        call = layer_call("backward", workspace, config, schedule, sizes, tensors, len(x), _limit(swiglu_limit))
+        limit = _limit(swiglu_limit)
+        call = layer_call("backward", workspace, config, schedule, sizes, tensors, len(x), limit, is_mxfp8)
         return call, (*_dgrad_results(outputs), *_weight_results(gradients, main_grads))
 
     results: tuple[Tensor | None, ...] = make_collective(workspace, "backward", config, prepare)
@@ -153,9 +162,9 @@ def backward_dgrad(
     w_shared_gate: Tensor | None,
     w_shared_up: Tensor | None,
     w_shared_down: Tensor | None,
-    w_routed_gate: Tensor,
-    w_routed_up: Tensor,
-    w_routed_down: Tensor,
+    w_routed_gate: RoutedWeight,
+    w_routed_up: RoutedWeight,
+    w_routed_down: RoutedWeight,
     swiglu_limit: float | None = None,
 ) -> tuple[Tensor, Tensor, MoKDgradContext]:
     """The half of `backward` that others wait for: (d_x, d_router_weights, what backward_wgrad needs). Collective.
@@ -165,7 +174,7 @@ def backward_dgrad(
     """
 
     def prepare() -> tuple[host.Call, tuple[Tensor, Tensor, MoKDgradContext]]:
-        weights = {
+        weights: dict[str, Any] = {
             "w_shared_gate": w_shared_gate,
             "w_shared_up": w_shared_up,
             "w_shared_down": w_shared_down,
@@ -173,14 +182,16 @@ def backward_dgrad(
             "w_routed_up": w_routed_up,
             "w_routed_down": w_routed_down,
         }
-        sizes = check_layer(workspace, config, schedule, x, router_weights, weights, swiglu_limit)
+        weights, is_mxfp8 = unpack_backward(weights)
+        sizes = check_layer(workspace, config, schedule, x, router_weights, weights, swiglu_limit, is_mxfp8)
         _check_backward(workspace, config, schedule, context, d_output, x, sizes)
         _check_ring_holds_all(config, schedule)
         outputs = _dgrad_outputs(x, router_weights)
         saved = _empty_dgrad_context(x, schedule.peer_rank.numel(), *sizes[1:])
         tensors = weights | context_tensors(context) | outputs | saved.named_tensors()
         tensors |= {"x": x, "router_weights": router_weights, "d_output": d_output}
-        call = layer_call("backward_dgrad", workspace, config, schedule, sizes, tensors, len(x), _limit(swiglu_limit))
+        limit = _limit(swiglu_limit)
+        call = layer_call("backward_dgrad", workspace, config, schedule, sizes, tensors, len(x), limit, is_mxfp8)
         return call, (outputs["output"], outputs["d_router"], saved)
 
     results: tuple[Tensor, Tensor, MoKDgradContext] = make_collective(workspace, "backward_dgrad", config, prepare)
@@ -198,9 +209,9 @@ def backward_wgrad(
     w_shared_gate: Tensor | None,
     w_shared_up: Tensor | None,
     w_shared_down: Tensor | None,
-    w_routed_gate: Tensor,
-    w_routed_up: Tensor,
-    w_routed_down: Tensor,
+    w_routed_gate: RoutedWeight,
+    w_routed_up: RoutedWeight,
+    w_routed_down: RoutedWeight,
     *,
     main_grads: Sequence[Tensor | None] | None = None,
 ) -> tuple[Tensor | None, ...]:
@@ -210,7 +221,7 @@ def backward_wgrad(
     """
 
     def prepare() -> tuple[host.Call, tuple[Tensor | None, ...]]:
-        weights = {
+        weights: dict[str, Any] = {
             "w_shared_gate": w_shared_gate,
             "w_shared_up": w_shared_up,
             "w_shared_down": w_shared_down,
@@ -218,14 +229,15 @@ def backward_wgrad(
             "w_routed_up": w_routed_up,
             "w_routed_down": w_routed_down,
         }
-        sizes = check_layer(workspace, config, schedule, x, None, weights, None)
+        weights, is_mxfp8 = unpack_backward(weights, needs_values=False)
+        sizes = check_layer(workspace, config, schedule, x, None, weights, None, is_mxfp8)
         _check_backward(workspace, config, schedule, context, d_output, x, sizes)
         _check_ring_holds_all(config, schedule)
         _check_dgrad_context(workspace, dgrad_context, _empty_dgrad_context(x, schedule.peer_rank.numel(), *sizes[1:]))
         gradients = _gradient_tensors(workspace, weights, main_grads)
         tensors = weights | context_tensors(context) | dgrad_context.named_tensors() | gradients
         tensors |= {"x": x, "d_output": d_output}
-        call = layer_call("backward_wgrad", workspace, config, schedule, sizes, tensors, len(x), None)
+        call = layer_call("backward_wgrad", workspace, config, schedule, sizes, tensors, len(x), None, is_mxfp8)
         return call, _weight_results(gradients, main_grads)
 
     results: tuple[Tensor | None, ...] = make_collective(workspace, "backward_wgrad", config, prepare)
@@ -260,7 +272,11 @@ def _gradient_tensors(
     workspace: Workspace, weights: dict[str, Tensor | None], main_grads: Sequence[Tensor | None] | None
 ) -> dict[str, Any]:
     """Where the six weight gradients go, by the names of csrc/layout.h, and what becomes of them."""
-    named = {name.replace("w_", "d_", 1): weight for name, weight in weights.items() if weight is not None}
+    named = {
+        name.replace("w_", "d_", 1): weight
+        for name, weight in weights.items()
+        if weight is not None and not name.startswith("w_dgrad")
+    }
     if main_grads is None:
         return {name: torch.empty_like(weight) for name, weight in named.items()}
     if len(main_grads) != len(MAIN_GRADS):

@@ -329,6 +329,28 @@ class Member:
 class LocalMember(Member):
     """One rank of a LocalGroup, as its functions see it."""
 
+    def all_reduce(self, tensors: Sequence[torch.Tensor], start_timeout_s: float = 300) -> None:
+        """Replaces every tensor by its sum over the ranks, added up in the order of the ranks: for what each rank has a
+        copy of, such as the shared expert's gradients. Collective; torch.distributed does this for a ProcessGroup.
+
+        Raises ValueError on every rank if shapes or dtypes differ.
+        """
+
+        def act(parts: list[Sequence[torch.Tensor]]) -> Sequence[Any]:
+            kinds = [[(tuple(t.shape), t.dtype) for t in part] for part in parts]
+            if any(kind != kinds[0] for kind in kinds):
+                raise ValueError(f"all_reduce: shapes and dtypes must be the same on every rank, got {kinds}")
+            sums = [part[0].clone() for part in zip(*parts, strict=True)]
+            for part in parts[1:]:
+                for total, tensor in zip(sums, part, strict=True):
+                    total += tensor
+            return [sums] * len(parts)
+
+        given = [tensor.detach() for tensor in tensors]
+        sums = self.group.meet(self.rank(), "all_reduce", given, act, start_timeout_s)
+        for tensor, total in zip(given, sums, strict=True):
+            tensor.copy_(total)
+
 
 def as_member(group: Any) -> Member:
     """The member that a caller means: a member, a torch ProcessGroup, or a LocalGroup of one rank.

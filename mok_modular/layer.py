@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mok_modular import functional
+from mok_modular import ops_layer
+from mok_modular.calls import check_mxfp8_sizes
 from mok_modular.config import MAX_TOPK, MoEShape, MoKConfig
 from mok_modular.group import as_member
-from mok_modular.workspace import Workspace, agree_on_num_tokens, get_workspace
+from mok_modular.precision import PRECISIONS
+from mok_modular.workspace import Workspace
 
 
 class MoE(nn.Module):
@@ -20,12 +23,16 @@ class MoE(nn.Module):
     w_routed_up [El, I, H], w_routed_down [El, H, I]; w_shared_gate, w_shared_up [S, H], w_shared_down [H, S] where
     shared_intermediate_size = S > 0. Expert e starts from the same values whatever R is, by torch.initial_seed().
 
-    group: a LocalMember, a LocalGroup of one rank or a torch ProcessGroup. precision: "bf16". swiglu_limit: clamps gate
-    above and up on both sides; None: no clamp. num_local_tokens: the largest T of any rank in any call; None: the ranks
-    agree on the largest T of their first call, and a larger one later is a ValueError (`layer.workspace.grow` makes
-    room).
+    group: a LocalMember, a LocalGroup of one rank or a torch ProcessGroup. precision: "bf16", or "mxfp8": the routed
+    experts' products have MXFP8 operands in both passes, parameters and gradients stay bf16; H, I and S are multiples
+    of 128. swiglu_limit: clamps gate above and up on both sides; None: no clamp. num_local_tokens: the largest T of any
+    rank in any call; None: the ranks agree on the largest T of their first call, and a larger one later is a ValueError
+    (`layer.workspace.grow` makes room).
 
-    This version has no backward: calls run under torch.no_grad().
+    Differentiable on CPU ranks, for x, router_weights and the parameters: several calls in flight, checkpointing,
+    retain_graph, torch.compile. A backward is collective as a forward is: every rank makes the same ones in the same
+    order, on the schedule of their forward. Without gradients (torch.no_grad, or nothing requires any) no context is
+    kept. `main_grads`: see there.
 
     Raises TypeError or ValueError that names the argument, the value and the rule.
     """
@@ -46,13 +53,17 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         # MoEShape checks every size and names the one that is wrong.
-        MoEShape("layer", hidden_size, intermediate_size, num_experts, topk, shared_intermediate_size)
+        self.shape = MoEShape("layer", hidden_size, intermediate_size, num_experts, topk, shared_intermediate_size)
         self.member = as_member(group)
         self.config = config if config is not None else MoKConfig()
         if not isinstance(self.config, MoKConfig):
             raise TypeError(f"config must be a MoKConfig, got {type(config).__name__}")
-        if precision != "bf16":
-            raise ValueError(f"precision must be 'bf16' in this version, got {precision!r}")
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision must be one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}")
+        if precision == "mxfp8":
+            check_mxfp8_sizes(vars(self.shape), self.member.group.device)
+        elif self.config.wire != "bf16":
+            raise ValueError(f"config.wire={self.config.wire!r} needs precision='mxfp8', got {precision!r}")
         if num_experts % self.member.size():
             raise ValueError(
                 f"num_experts must be divisible by the number of ranks, got {num_experts} experts on "
@@ -68,7 +79,17 @@ class MoE(nn.Module):
         self.shared_intermediate_size = shared_intermediate_size
         self.precision = precision
         self.swiglu_limit = swiglu_limit
-        self.num_local_tokens = num_local_tokens
+        self._is_on_cpu = torch.device(self.member.group.device).type == "cpu"
+        self._state = ops_layer.LayerState(
+            self.member,
+            self.config,
+            hidden_size,
+            topk,
+            self.num_local_experts,
+            swiglu_limit,
+            num_local_tokens,
+            precision,
+        )
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device=self.member.group.device))
@@ -105,31 +126,56 @@ class MoE(nn.Module):
         """x [T, H] bf16, expert_ids [T, K] int32 or int64 (-1 = no route), router_weights [T, K] float32 -> [T, H]
         bf16. Strided inputs are copied. T may differ by rank. Raises as functional.build_schedule and forward do."""
         self._check_tensors(x=x, expert_ids=expert_ids, router_weights=router_weights)
-        needs_grad = x.requires_grad or router_weights.requires_grad or self.w_routed_gate.requires_grad
-        if torch.is_grad_enabled() and needs_grad:
-            raise RuntimeError("this version has no backward: call the layer under torch.no_grad()")
-        if self.num_local_tokens is None:
-            self.num_local_tokens = agree_on_num_tokens(self.config, self.member, x.shape[0])
-        workspace = self.workspace
-        schedule = functional.build_schedule(
-            workspace, self.config, expert_ids.contiguous(), num_local_experts=self.num_local_experts
+        weights = self._weights()
+        needs_grad = torch.is_grad_enabled() and any(
+            tensor is not None and tensor.requires_grad for tensor in (x, router_weights, *weights)
         )
-        output, _ = functional.forward(
-            self.config,
-            workspace,
-            schedule,
+        if needs_grad and not self._is_on_cpu:
+            raise RuntimeError("there is no backward on GPUs yet: call the layer under torch.no_grad()")
+        state = self._state
+        expert_ids = expert_ids.contiguous()
+        schedule = ops_layer.build_schedule(expert_ids, state.handle)
+        output, *_ = ops_layer.forward(
             x.contiguous(),
             router_weights.contiguous(),
-            self.w_shared_gate,
-            self.w_shared_up,
-            self.w_shared_down,
-            self.w_routed_gate,
-            self.w_routed_up,
-            self.w_routed_down,
-            self.swiglu_limit,
-            save_context=False,
+            *weights,
+            list(schedule),
+            expert_ids,
+            state.handle,
+            needs_grad,
+            state.main_grads is not None,
         )
         return output
+
+    def _weights(self) -> tuple[Tensor | None, ...]:
+        """In the order of functional.forward."""
+        shared = (self.w_shared_gate, self.w_shared_up, self.w_shared_down)
+        return (*shared, self.w_routed_gate, self.w_routed_up, self.w_routed_down)
+
+    @property
+    def num_local_tokens(self) -> int | None:
+        """The largest T of any rank in any call; None until the ranks have agreed on it."""
+        return self._state.num_local_tokens
+
+    @property
+    def recorders(self) -> list[ops_layer.Recorder]:
+        """Who is told what a forward routes by; see `capture_routing`."""
+        return self._state.recorders
+
+    @property
+    def main_grads(self) -> tuple[Tensor | None, ...] | None:
+        """Where backward adds the gradients of the weights, in place of their `.grad`: six tensors (bf16 or fp32) of
+        the weights' shapes, shared gate, routed gate, shared up, routed up, shared down, routed down (None for those of
+        a shared expert that is not there). Set before the forward; None: gradients are returned as ever.
+
+        The addition is one fp32 add a value; an expert without rows leaves its part untouched. torch.compile does not
+        see it: there x or router_weights must require a gradient too.
+        """
+        return self._state.main_grads
+
+    @main_grads.setter
+    def main_grads(self, main_grads: Sequence[Tensor | None] | None) -> None:
+        self._state.main_grads = None if main_grads is None else tuple(main_grads)
 
     def _check_tensors(self, **tensors: Any) -> None:
         """What would fail before the first collective call: the peers hear of it all the same."""
@@ -148,22 +194,14 @@ class MoE(nn.Module):
 
         Raises RuntimeError before the first call of a layer that was made without num_local_tokens.
         """
-        if self.num_local_tokens is None:
-            raise RuntimeError("the workspace is created in the first call, or give num_local_tokens to the layer")
-        return get_workspace(
-            self.config,
-            self.member,
-            num_local_tokens=self.num_local_tokens,
-            hidden_size=self.hidden_size,
-            topk=self.topk,
-        )
+        return self._state.workspace()
 
     def extra_repr(self) -> str:
         return (
             f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}, "
             f"num_experts={self.num_experts}, topk={self.topk}, shared_intermediate_size="
             f"{self.shared_intermediate_size}, rank={self.member.rank()} of {self.member.size()}, "
-            f"mode={str(self.config.plan)!r}"
+            f"mode={str(self.config.plan)!r}, precision={self.precision!r}"
         )
 
 

@@ -18,7 +18,10 @@ STAGES = ("dispatch", "gate_up", "swiglu", "down", "combine")
 BACKWARD_STAGES = ("reverse_combine", "down_dgrad", "swiglu_backward", "gate_up_dgrad", "reverse_dispatch")
 """Those of a backward: STAGES mirrored, last to first."""
 
-WINDOWED_STAGES = (*STAGES, *BACKWARD_STAGES, "wgrad")
+WGRAD_STAGES = ("quantize", "wgrad")
+"""The weight gradients, behind the quantization of what they multiply, which is there in MXFP8 alone."""
+
+WINDOWED_STAGES = (*STAGES, *BACKWARD_STAGES, *WGRAD_STAGES)
 """All that work window by window through the ring. Bit i of a group mask is WINDOWED_STAGES[i]."""
 
 REPLAY_STAGES = ("dispatch", "gate_up")
@@ -144,25 +147,32 @@ class Plan:
         ]
 
     def backward_launches(
-        self, num_generations: int, has_shared: bool, *, has_dgrad: bool = True, has_wgrad: bool = True
+        self,
+        num_generations: int,
+        has_shared: bool,
+        *,
+        has_dgrad: bool = True,
+        has_wgrad: bool = True,
+        is_mxfp8: bool = False,
     ) -> list[Launch]:
         """The kernel launches of a backward call, or of one half of it, on one rank, in launch order.
 
         publish, the shared expert's kernels, then per generation (macrobatches ascend) the replay of what the context
         does not hold, the groups that mirror the plan and the weight gradients; then reduce. Weight gradients are a
-        kernel of their own, last in the generation: down's need what swiglu_backward leaves. In the fused plan all but
-        reduce are tasks of one kernel.
+        kernel of their own, last in the generation: down's need what swiglu_backward leaves. In MXFP8 the quantization
+        of what they multiply is another, before them. In the fused plan all but reduce are tasks of one kernel.
         """
         dgrad = SHARED_DGRAD_STAGES if has_shared and has_dgrad else ()
         wgrad = ("shared_wgrad",) if has_shared and has_wgrad else ()
         reduce = Launch("reduce", ("reduce",), None, "compute")
         if self.is_fused and has_dgrad:  # without weight gradients it is the same kernel, which then has no such tasks
-            stages = ("publish", *dgrad, *wgrad, *REPLAY_STAGES, *BACKWARD_STAGES, "wgrad")
+            stages = ("publish", *dgrad, *wgrad, *REPLAY_STAGES, *BACKWARD_STAGES, *WGRAD_STAGES)
             return [Launch("fused", stages, None, "compute"), reduce]
         first = [Launch(stage, (stage,), None, _stream((stage,))) for stage in ("publish", *dgrad, *wgrad)]
         windows = []
         for generation in range(num_generations):
             groups = [*(self.replay_groups if generation else ()), *self.backward_groups] if has_dgrad else []
+            groups += [("quantize",)] if has_wgrad and is_mxfp8 else []
             groups += [("wgrad",)] if has_wgrad else []
             windows += [Launch("+".join(group), group, generation, _stream(group)) for group in groups]
         return [*first, *windows, reduce]

@@ -1,14 +1,15 @@
 """The whole layer in plain torch, put together from the references of its stages. Differentiable, any device.
 
 With bfloat16 tensors it rounds where the library rounds: gate, up, h, y and the shared expert's y, each once,
-from float32. Its backward is what autograd makes of that forward: the same gradients mathematically, but not
-the library's own rounding points. float32 and float64 tensors are computed without extra rounding, for
+from float32. What autograd makes of that forward is the same gradients mathematically, but not the library's own
+rounding points; `layer_backward` has those. float32 and float64 tensors are computed without extra rounding, for
 gradient checks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,6 +108,231 @@ def _shared_expert(
         return None
     segment_start = torch.tensor([0, len(x)], dtype=torch.int32, device=x.device)
     return _experts(x, w_gate[None], w_up[None], w_down[None], segment_start, segment_start[1:], swiglu_limit)
+
+
+# ---- backward ----
+
+
+class LayerGradients(NamedTuple):
+    """One rank's gradients, in the order of functional.backward: of its tokens (x [T, H], router_weights [T, K]), of
+    the experts that it owns ([El, I, H], [El, I, H], [El, H, I]), and of the shared expert over its own tokens
+    ([S, H], [S, H], [H, S]; None without one)."""
+
+    x: Tensor
+    router_weights: Tensor
+    routed_gate: Tensor
+    routed_up: Tensor
+    routed_down: Tensor
+    shared_gate: Tensor | None
+    shared_up: Tensor | None
+    shared_down: Tensor | None
+
+
+def layer_backward(
+    d_outputs: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    expert_ids: Sequence[Tensor],
+    router_weights: Sequence[Tensor],
+    w_routed_gate: Tensor,
+    w_routed_up: Tensor,
+    w_routed_down: Tensor,
+    w_shared_gate: Tensor | None = None,
+    w_shared_up: Tensor | None = None,
+    w_shared_down: Tensor | None = None,
+    swiglu_limit: float | None = None,
+    *,
+    row_block: int = 128,
+) -> list[LayerGradients]:
+    """Returns every rank's gradients for ``d_outputs`` ([T_r, H] by rank, in the dtype of ``xs``); the other arguments
+    are those of ``reference.moe_ranks``. A missing route's router gradient is zero; an expert without rows gets zeros.
+
+    float32 and float64 go through autograd of ``moe_ranks``: no derivative is written down a second time, so they are
+    an independent truth.
+
+    bfloat16 rounds as the library does. ``d_h = bf16(d_output W_down)`` comes before the router weight, so that
+    ``d_router = sum over I of d_h * h`` (float32, groups of 32 columns ascending) is right for weights of zero and
+    below it. ``d_h * w`` and SwiGLU's backward are float32 up to d_gate and d_up; ``w * h`` is rounded for the down
+    weight's gradient. Gate's and up's parts of d_x share one accumulator and are rounded once a route; the routes are
+    added in float32, k ascending, to the shared expert's bfloat16 d_x. Weight gradients accumulate in float32.
+
+    Raises what ``reference.moe_ranks`` raises, and ValueError or TypeError for ``d_outputs`` that do not fit.
+    """
+    routed, shared = (w_routed_gate, w_routed_up, w_routed_down), (w_shared_gate, w_shared_up, w_shared_down)
+    _check(xs, expert_ids, router_weights, routed, shared)
+    for rank, (d_output, x) in enumerate(zip(d_outputs, xs, strict=True)):
+        if d_output.dtype != x.dtype:
+            raise TypeError(f"d_output of rank {rank} has dtype {d_output.dtype}; it must have that of x, {x.dtype}")
+        if d_output.shape != x.shape:
+            raise ValueError(f"d_output of rank {rank} must be {list(x.shape)}, not {list(d_output.shape)}")
+    if xs[0].dtype != torch.bfloat16:
+        return _by_autograd(d_outputs, xs, expert_ids, router_weights, routed, shared, swiglu_limit)
+    with torch.no_grad():
+        return _as_the_library(
+            d_outputs, xs, expert_ids, router_weights, routed, shared, swiglu_limit, row_block=row_block
+        )
+
+
+def _by_autograd(
+    d_outputs: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    expert_ids: Sequence[Tensor],
+    router_weights: Sequence[Tensor],
+    routed: tuple[Tensor, Tensor, Tensor],
+    shared: tuple[Tensor | None, Tensor | None, Tensor | None],
+    swiglu_limit: float | None,
+) -> list[LayerGradients]:
+    """Every rank has leaves of its own for the shared expert, whose gradients are those of its tokens."""
+    num_ranks = len(xs)
+
+    def leaf(tensor: Tensor) -> Tensor:
+        return tensor.detach().clone().requires_grad_()
+
+    with torch.enable_grad():
+        own_xs = [leaf(x) for x in xs]
+        own_weights = [leaf(w.to(x.dtype)) for w, x in zip(router_weights, xs, strict=True)]
+        own_routed = (leaf(routed[0]), leaf(routed[1]), leaf(routed[2]))
+        own_shared = [tuple(None if w is None else leaf(w) for w in shared) for _ in xs]
+        outs = moe_ranks(own_xs, expert_ids, own_weights, *own_routed, swiglu_limit=swiglu_limit, row_block=1)
+        for rank in range(num_ranks):  # the layer is the sum of its routed and its shared part
+            gate, up, down = own_shared[rank]
+            alone = _shared_expert(own_xs[rank], gate, up, down, swiglu_limit)
+            outs[rank] = outs[rank] if alone is None else outs[rank] + alone
+        inputs = [*own_xs, *own_weights, *own_routed, *(w for part in own_shared for w in part if w is not None)]
+        found = iter(torch.autograd.grad(outs, inputs, list(d_outputs), allow_unused=True, materialize_grads=True))
+    d_xs, d_weights = [next(found) for _ in xs], [next(found) for _ in xs]
+    d_routed = [next(found).chunk(num_ranks) for _ in routed]
+    d_shared = [[None if w is None else next(found) for w in part] for part in own_shared]
+    return [
+        LayerGradients(d_xs[rank], d_weights[rank], *(d[rank] for d in d_routed), *d_shared[rank])
+        for rank in range(num_ranks)
+    ]
+
+
+def _as_the_library(
+    d_outputs: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    expert_ids: Sequence[Tensor],
+    router_weights: Sequence[Tensor],
+    routed: tuple[Tensor, Tensor, Tensor],
+    shared: tuple[Tensor | None, Tensor | None, Tensor | None],
+    swiglu_limit: float | None,
+    *,
+    row_block: int,
+) -> list[LayerGradients]:
+    num_ranks, topk = len(xs), expert_ids[0].shape[1]
+    tables = schedule.reference(expert_ids, num_experts=len(routed[0]), row_block=row_block)
+    rows = dispatch.reference(xs, tables, topk=topk)
+    d_rows = dispatch.reference(d_outputs, tables, topk=topk)
+    # A row's router weight: its route is the token of a layer with one expert a token.
+    cells = [weights.reshape(-1, 1) for weights in router_weights]
+    row_weights = dispatch.reference(cells, tables, topk=1)
+    w_gate, w_up, w_down = (weight.chunk(num_ranks) for weight in routed)
+    experts = [
+        experts_backward(
+            d_rows[rank],
+            rows[rank],
+            row_weights[rank],
+            w_gate[rank],
+            w_up[rank],
+            w_down[rank],
+            table.segment_start,
+            table.segment_num_rows,
+            swiglu_limit,
+        )
+        for rank, table in enumerate(tables)
+    ]
+    d_x_cells = combine.reference([expert[0] for expert in experts], tables)
+    d_router_cells = combine.reference([expert[1] for expert in experts], tables)
+    gradients = []
+    for rank, (x, ids) in enumerate(zip(xs, expert_ids, strict=True)):
+        d_shared = shared_expert_backward(d_outputs[rank], x, *shared, swiglu_limit)
+        one = torch.ones(ids.shape, device=x.device)
+        d_x = reduce.reference(d_x_cells[rank], one, ids >= 0, d_shared[0])
+        gradients.append(LayerGradients(d_x, d_router_cells[rank].view(ids.shape), *experts[rank][2:], *d_shared[1:]))
+    return gradients
+
+
+def experts_backward(
+    d_rows: Tensor,
+    rows: Tensor,
+    row_weights: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    segment_start: Tensor,
+    segment_num_rows: Tensor,
+    swiglu_limit: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The backward of one rank's experts, bfloat16. ``d_rows`` and ``rows`` [num_rows, H] are d_output and x of each
+    row, ``row_weights`` [num_rows, 1] float32 its router weight. Returns d_x of each row [num_rows, H], d_router
+    [num_rows, 1] float32, and the gradients of the three weights."""
+    gate, up = grouped_gemm.reference(rows, (w_gate, w_up), segment_start, segment_num_rows)
+    h = swiglu.reference(gate, up, swiglu_limit)
+    d_h = grouped_gemm.reference(d_rows, w_down.mT, segment_start, segment_num_rows)
+    d_router = _sum_by_groups(d_h.float() * h.float())
+    d_gate, d_up = swiglu_backward(d_h.float() * row_weights, gate, up, swiglu_limit)
+    weighted_h = (row_weights * h.float()).bfloat16()
+    w_in = torch.cat([w_gate, w_up], dim=1).mT  # [El, H, 2I]: one accumulation over gate and up
+    d_x = grouped_gemm.reference(torch.cat([d_gate, d_up], dim=1), w_in, segment_start, segment_num_rows)
+
+    def weight_gradient(left: Tensor, right: Tensor) -> Tensor:
+        starts, counts = segment_start.tolist(), segment_num_rows.tolist()
+        places = [slice(start, start + count) for start, count in zip(starts, counts, strict=False)]
+        return torch.stack([(left[at].float().T @ right[at].float()).bfloat16() for at in places])
+
+    return (
+        d_x,
+        d_router,
+        weight_gradient(d_gate, rows),
+        weight_gradient(d_up, rows),
+        weight_gradient(d_rows, weighted_h),
+    )
+
+
+def swiglu_backward(d_h: Tensor, gate: Tensor, up: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
+    """d_gate and d_up in the dtype of ``gate`` for ``d_h`` in the precision of the computation (float32 for bfloat16).
+    The gradient passes where gate or up equals the limit, and is zero beyond."""
+    g, u = gate.to(d_h.dtype), up.to(d_h.dtype)
+    gate_passes, up_passes = torch.ones_like(g, dtype=torch.bool), torch.ones_like(u, dtype=torch.bool)
+    if limit is not None:
+        gate_passes, up_passes = ~(g > limit), ~((u > limit) | (u < -limit))
+        g = torch.where(g > limit, limit, g)
+        u = torch.where(u > limit, limit, torch.where(u < -limit, -limit, u))
+    sigmoid = g.sigmoid()
+    silu = g * sigmoid
+    d_gate = d_h * u * (sigmoid + silu * (1 - sigmoid))
+    return (d_gate * gate_passes).to(gate.dtype), (d_h * silu * up_passes).to(up.dtype)
+
+
+def shared_expert_backward(
+    d_output: Tensor,
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor | None,
+    w_down: Tensor | None,
+    swiglu_limit: float | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """d_x [T, H] and the gradients of the three weights, as an expert whose only segment is all tokens, each with a
+    router weight of one; four times None without weights."""
+    if w_gate is None or w_up is None or w_down is None:
+        return None, None, None, None
+    start = torch.tensor([0, len(x)], dtype=torch.int32, device=x.device)
+    one = torch.ones(len(x), 1, device=x.device)
+    d_x, _, d_gate, d_up, d_down = experts_backward(
+        d_output, x, one, w_gate[None], w_up[None], w_down[None], start, start[1:], swiglu_limit
+    )
+    return d_x, d_gate[0], d_up[0], d_down[0]
+
+
+def _sum_by_groups(values: Tensor, num_columns: int = 32) -> Tensor:
+    """Sums rows to [num_rows, 1]: groups of columns first, then the groups in ascending order."""
+    total = values.new_zeros(len(values), 1)
+    for group in values.split(num_columns, dim=1):
+        total = total + group.sum(1, keepdim=True)
+    return total
+
+
+# ---- checks ----
 
 
 def _check(

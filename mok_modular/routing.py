@@ -1,36 +1,53 @@
-"""Captured routing: what a real router chose, in a small file, so that runs and benchmarks need not invent
-it."""
+"""Captured routing: what a real router chose, in a small file, so that runs and benchmarks need not invent it.
+
+with mok.capture_routing(model, "routing.pt"):      # on every rank
+    train_some_steps(model)
+
+mok-modular run --routing routing.pt
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.resources
 import os
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from mok_modular.config import MoEShape
+
+if TYPE_CHECKING:
+    from mok_modular.layer import MoE
+
 _FORMAT = "mok_modular.routing"
-_VERSION = 1
+_VERSIONS = (1, 2)  # 1 has no num_tokens and no shape
 _MAX_EXPERTS = 32767  # ids are stored as int16
 
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """The choices of a router, in C captures (one per layer and step) of R ranks with T tokens each.
+    """The choices of a router, in C captures (one per layer and step) of R ranks with at most T tokens each.
 
     ``expert_ids`` int32 [C, R, T, K], -1 for no route; ``router_weights`` float32 [C, R, T, K], finite;
-    ``num_experts`` is E, ``source`` says in words where the capture comes from.
+    ``num_experts`` is E, ``source`` says in words where the capture comes from. ``num_tokens`` int32 [C, R] counts
+    each rank's tokens (T everywhere if not given); what follows them is filled with -1. ``shape`` is that of the
+    layer, None where it is not known.
 
-    Raises TypeError for wrong dtypes, ValueError for wrong shapes, for ids out of range and for weights not
-    finite.
+    Raises TypeError for wrong dtypes, ValueError for wrong shapes, for ids out of range or behind the last token and
+    for weights not finite.
     """
 
     expert_ids: Tensor
     router_weights: Tensor
     num_experts: int
     source: str
+    num_tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
+    shape: MoEShape | None = None
 
     def __post_init__(self) -> None:
         if self.expert_ids.dtype != torch.int32:
@@ -53,6 +70,36 @@ class Routing:
         num_wrong = int((~self.router_weights.isfinite()).sum())
         if num_wrong:
             raise ValueError(f"router_weights hold {num_wrong} values that are not finite")
+        self._check_num_tokens()
+        if self.shape is not None and (self.shape.num_experts, self.shape.topk) != (
+            self.num_experts,
+            self.expert_ids.shape[3],
+        ):
+            raise ValueError(
+                f"shape must have the routing's E and K, {self.num_experts} and {self.expert_ids.shape[3]}, "
+                f"got {self.shape}"
+            )
+
+    def _check_num_tokens(self) -> None:
+        num_captures, num_ranks, num_slots, _ = self.expert_ids.shape
+        if not self.num_tokens.numel():
+            full = torch.full((num_captures, num_ranks), num_slots, dtype=torch.int32)
+            object.__setattr__(self, "num_tokens", full)
+        if self.num_tokens.dtype != torch.int32 or self.num_tokens.shape != (num_captures, num_ranks):
+            raise ValueError(
+                f"num_tokens must be int32 [C, R] = [{num_captures}, {num_ranks}], got {self.num_tokens.dtype} "
+                f"{list(self.num_tokens.shape)}"
+            )
+        if bool(((self.num_tokens < 0) | (self.num_tokens > num_slots)).any()):
+            raise ValueError(f"num_tokens must be 0..{num_slots}, got {self.num_tokens.tolist()}")
+        is_behind = torch.arange(num_slots) >= self.num_tokens[..., None]
+        if bool((self.expert_ids[is_behind] >= 0).any()):
+            raise ValueError("expert_ids must be -1 behind the last token of a rank")
+
+    def of_rank(self, rank: int) -> tuple[Tensor, Tensor]:
+        """Returns the ids and weights [tokens, K] of all tokens of a captured rank, one capture after the other."""
+        is_token = torch.arange(self.expert_ids.shape[2]) < self.num_tokens[:, rank, None]
+        return self.expert_ids[:, rank][is_token], self.router_weights[:, rank][is_token]
 
     def expert_load(self) -> Tensor:
         """Returns the number of routes of each expert in each capture, int64 [C, E]."""
@@ -70,18 +117,21 @@ def save_routing(path: str | os.PathLike[str], routing: Routing) -> None:
     """Writes ``routing`` to ``path``. Loading gives back the same values."""
     data = {
         "format": _FORMAT,
-        "version": _VERSION,
+        "version": _VERSIONS[-1],
         # Copies: a view would be saved with the whole tensor that it is a view of.
         "expert_ids": routing.expert_ids.to(torch.int16, copy=True, memory_format=torch.contiguous_format),
         "router_weights": routing.router_weights.clone(memory_format=torch.contiguous_format),
         "num_experts": routing.num_experts,
         "source": routing.source,
+        "num_tokens": routing.num_tokens.clone(memory_format=torch.contiguous_format),
+        "shape": None if routing.shape is None else dataclasses.asdict(routing.shape),
     }
     torch.save(data, path)
 
 
 def load_routing(path: str | os.PathLike[str] | None = None) -> Routing:
-    """Reads a file that ``save_routing`` wrote; without ``path`` the capture that ships with the package.
+    """Reads a file that ``save_routing`` or ``capture_routing`` wrote; without ``path`` the capture that ships with
+    the package.
 
     Raises OSError when the file cannot be read, ValueError when it is not a routing file, has another version
     or holds tensors that do not make a Routing.
@@ -91,14 +141,18 @@ def load_routing(path: str | os.PathLike[str] | None = None) -> Routing:
         with importlib.resources.as_file(shipped) as shipped_path:
             return load_routing(shipped_path)
     data = _read(path)
-    if data.get("version") != _VERSION:
-        raise ValueError(f"{path} has routing version {data.get('version')}; this library reads version {_VERSION}")
+    if data.get("version") not in _VERSIONS:
+        readable = " and ".join(map(str, _VERSIONS))
+        raise ValueError(f"{path} has routing version {data.get('version')}; this library reads versions {readable}")
     try:
+        shape = data.get("shape")
         return Routing(
             expert_ids=data["expert_ids"].to(torch.int32),
             router_weights=data["router_weights"],
             num_experts=data["num_experts"],
             source=data["source"],
+            num_tokens=data.get("num_tokens", torch.empty(0, dtype=torch.int32)),
+            shape=None if shape is None else MoEShape(**shape),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} is a damaged routing file: {error}") from error
@@ -114,3 +168,87 @@ def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise ValueError(f"{path} is not a routing file; it has no format entry {_FORMAT!r}")
     return data
+
+
+# ---- capture ----
+
+
+class RoutingCapture:
+    """What `capture_routing` keeps: `routing` is the Routing once the block has ended, on every rank."""
+
+    def __init__(self) -> None:
+        self.routing: Routing | None = None
+        self.choices: list[tuple[Tensor, Tensor]] = []
+
+    def record(self, expert_ids: Tensor, router_weights: Tensor) -> None:
+        """Keeps one forward's ids [T, K] and weights [T, K] of this rank."""
+        ids = expert_ids.detach().to("cpu", torch.int32, copy=True)
+        weights = router_weights.detach().to("cpu", torch.float32, copy=True)
+        self.choices.append((ids, weights.masked_fill_(ids < 0, 0)))  # the weight of a missing route may be anything
+
+
+@contextmanager
+def capture_routing(
+    module: torch.nn.Module, path: str | os.PathLike[str] | None = None, *, source: str | None = None
+) -> Iterator[RoutingCapture]:
+    """Captures what the MoE layers of `module` (a model, or one layer) are given to route by, as long as the block
+    lasts: ids and weights of every forward, how many tokens each rank had, and the layer's sizes. Collective: every
+    rank of the group enters and leaves. At the end the ranks put their parts together, one capture a forward in the
+    order of the calls; rank 0 writes them to `path`, if there is one, for `load_routing` and `mok-modular --routing`.
+    Forwards that a checkpoint repeats are not kept twice. `source`: where it comes from, in words.
+
+    Raises ValueError when the module holds no MoE layer, layers of several groups or with different E and K, and when
+    nothing was called; OSError where the file cannot be written.
+    """
+    layers = _moe_layers(module)
+    capture = RoutingCapture()
+    for layer in layers:
+        layer.recorders.append(capture.record)
+    try:
+        yield capture
+    finally:
+        for layer in layers:
+            layer.recorders.remove(capture.record)
+    member, shapes = layers[0].member, [layer.shape for layer in layers]
+    shape = shapes[0] if len({dataclasses.astuple(shape)[1:] for shape in shapes}) == 1 else None
+    words = source or f"{len(layers)} MoE layers of a {type(module).__name__}"
+
+    def act(parts: list[Any]) -> Sequence[Any]:
+        return [_join(parts, shapes[0].num_experts, words, shape)] * len(parts)
+
+    timeout_s = layers[0].config.start_timeout_s
+    capture.routing = member.group.meet(member.rank(), "capture_routing", capture.choices, act, timeout_s)
+    if path is not None and member.rank() == 0:
+        assert capture.routing is not None
+        save_routing(path, capture.routing)
+
+
+def _moe_layers(module: torch.nn.Module) -> list[MoE]:
+    from mok_modular.layer import MoE  # which is made of what stands above
+
+    layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
+    if not layers:
+        raise ValueError(f"module must be a MoE layer or hold one, got a {type(module).__name__} without any")
+    if len({id(layer.member) for layer in layers}) > 1:
+        raise ValueError("module must hold MoE layers of one group, got layers of several")
+    sizes = sorted({(layer.num_experts, layer.topk) for layer in layers})
+    if len(sizes) > 1:
+        raise ValueError(f"module must hold MoE layers with one E and K, got (E, K) of {', '.join(map(str, sizes))}")
+    return layers
+
+
+def _join(
+    parts: Sequence[Sequence[tuple[Tensor, Tensor]]], num_experts: int, source: str, shape: MoEShape | None
+) -> Routing:
+    """Every rank's forwards, filled up to the largest number of tokens."""
+    counts = [len(part) for part in parts]
+    if len(set(counts)) > 1 or not counts[0]:
+        raise ValueError(f"capture_routing: every rank must call the same layers, once at least; calls: {counts}")
+    num_tokens = torch.tensor([[len(ids) for ids, _ in call] for call in zip(*parts, strict=True)], dtype=torch.int32)
+    size = (counts[0], len(parts), int(num_tokens.max()), parts[0][0][0].shape[1])
+    all_ids, all_weights = torch.full(size, -1, dtype=torch.int32), torch.zeros(size)
+    for rank, part in enumerate(parts):
+        for call, (ids, weights) in enumerate(part):
+            all_ids[call, rank, : len(ids)] = ids
+            all_weights[call, rank, : len(ids)] = weights
+    return Routing(all_ids, all_weights, num_experts, source, num_tokens, shape)

@@ -15,6 +15,7 @@ from torch import Tensor
 from mok_modular.config import MAX_TOPK, MoKConfig
 from mok_modular.group import LocalGroup, Member, as_member
 from mok_modular.targets import host
+from mok_modular.trace import Trace
 
 _groups: WeakSet[Any] = WeakSet()  # those with cached workspaces
 
@@ -29,6 +30,7 @@ def layout_key(config: MoKConfig) -> tuple[Any, ...]:
         config.combine,
         config.signal_grain,
         config.ring,
+        config.wire,
         config.row_block,
         config.signals,
     )
@@ -76,6 +78,14 @@ class Workspace:
     def clear_stage_stats(self) -> None:
         """Starts `stage_stats` anew for this rank."""
         self.shared.stats[self.member.rank()].clear()
+
+    def trace(self) -> Trace:
+        """What the workers of all ranks did in the calls with `MoKConfig(trace=True)` since `clear_trace`."""
+        return self.shared.trace
+
+    def clear_trace(self) -> None:
+        """Starts the trace of all ranks anew; a Trace that was taken before stays as it is."""
+        self.shared.clear_trace()
 
     def check(self) -> None:
         """Raises the error of an aborted call, if there was one that no reset has followed."""

@@ -6,14 +6,15 @@ Sizes are pairwise different and not square, so that a swapped dimension shows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mok_modular import LocalGroup, MoE, MoEShape, MoKConfig, functional
-from mok_modular.testing import Workload, check_forward
+from mok_modular.precision import pack_backward, pack_forward
+from mok_modular.testing import Workload, check_forward, check_tensors
 from mok_modular.testing.workload import ForwardResult
 
 H, I, S, E, K = 64, 128, 192, 8, 2  # noqa: E741 - the words of the design
@@ -23,6 +24,18 @@ SMALL_RING = {"minibatch_size": 128, "macrobatch_size": 256}
 
 FULL_RING = {"minibatch_size": 256, "macrobatch_size": 131072}
 """A ring that holds all rows, as push dispatch and pull combine need."""
+
+GRADIENTS = (
+    "d_x",
+    "d_router_weights",
+    "d_routed_gate",
+    "d_routed_up",
+    "d_routed_down",
+    "d_shared_gate",
+    "d_shared_up",
+    "d_shared_down",
+)
+"""What functional.backward returns, in its order."""
 
 Routing = Callable[[int, int, torch.Generator], Tensor]
 """(rank, number of tokens, generator) -> ids [T, K]."""
@@ -46,6 +59,7 @@ def make_workload(
     routing: Routing | None = None,
     seed: int = 0,
     swiglu_limit: float | None = None,
+    precision: str = "bf16",
     **sizes: int,
 ) -> Workload:
     """Random tokens; by default random experts, one route in nine missing. Weights of both signs and zero."""
@@ -59,7 +73,8 @@ def make_workload(
             ids.append(routing(rank, count, generator))
         weights.append(torch.randn(count, layer.topk, generator=generator))
         weights[-1][torch.rand(count, layer.topk, generator=generator) < 0.05] = 0.0
-    return Workload.from_ids(layer, ids, weights, seed=seed, swiglu_limit=swiglu_limit)
+    workload = Workload.from_ids(layer, ids, weights, seed=seed, swiglu_limit=swiglu_limit)
+    return dataclasses.replace(workload, precision=precision)
 
 
 def regroup(workload: Workload, num_ranks: int) -> Workload:
@@ -73,13 +88,15 @@ def regroup(workload: Workload, num_ranks: int) -> Workload:
         x=split(workload.x),
         expert_ids=split(workload.expert_ids),
         router_weights=split(workload.router_weights),
+        d_output=split(workload.d_outputs()),
     )
 
 
-def weights_of(workload: Workload, member: Any) -> tuple[Tensor | None, ...]:
-    """The six weights of a rank in the order of functional.forward."""
+def weights_of(workload: Workload, member: Any, pack: Any = pack_forward) -> tuple[Any, ...]:
+    """The six weights of a rank as functional.forward takes them, or what `pack` is for."""
     mine = workload.weights.of_rank(member.rank(), member.size())
-    return (mine.shared_gate, mine.shared_up, mine.shared_down, mine.routed_gate, mine.routed_up, mine.routed_down)
+    routed = pack(mine.routed_gate, mine.routed_up, mine.routed_down, workload.precision)
+    return (mine.shared_gate, mine.shared_up, mine.shared_down, *routed)
 
 
 def workspace_for(workload: Workload, member: Any, config: MoKConfig, **options: Any) -> functional.Workspace:
@@ -127,6 +144,59 @@ def call(workload: Workload, workspace: functional.Workspace, config: MoKConfig,
     return forward(workload, workspace, config, build(workload, workspace, config), **options)[0]
 
 
+def backward(
+    workload: Workload,
+    workspace: functional.Workspace,
+    config: MoKConfig,
+    schedule: functional.MoKSchedule,
+    context: functional.MoKForwardContext,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """The gradients of this rank by name, for the workload's d_outputs. The absent ones are left out."""
+    member = workspace.member
+    found = functional.backward(
+        config,
+        workspace,
+        schedule,
+        context,
+        workload.d_outputs()[member.rank()],
+        workload.x[member.rank()],
+        workload.router_weights[member.rank()],
+        *weights_of(workload, member, pack_backward),
+        workload.swiglu_limit,
+        **options,
+    )
+    return {name: part for name, part in zip(GRADIENTS, found, strict=True) if part is not None}
+
+
+def recompute(
+    workload: Workload, workspace: functional.Workspace, config: MoKConfig, schedule: functional.MoKSchedule
+) -> functional.MoKForwardContext:
+    """The context of this rank, computed again."""
+    member = workspace.member
+    s_gate, s_up, _, r_gate, r_up, _ = weights_of(workload, member)
+    assert r_gate is not None and r_up is not None
+    x, limit = workload.x[member.rank()], workload.swiglu_limit
+    return functional.recompute_forward_context(config, workspace, schedule, x, s_gate, s_up, r_gate, r_up, limit)
+
+
+def call_both(workload: Workload, workspace: functional.Workspace, config: MoKConfig) -> dict[str, Tensor]:
+    """build_schedule, forward and backward: output and gradients of this rank by name."""
+    schedule = build(workload, workspace, config)
+    output, context = forward(workload, workspace, config, schedule)
+    return {"output": output, **backward(workload, workspace, config, schedule, context)}
+
+
+def run_both(workload: Workload, config: MoKConfig | None = None, **group: Any) -> list[dict[str, Tensor]]:
+    """By rank: output and gradients of one call of each on a new workspace of a new group."""
+    config = config or MoKConfig()
+
+    def step(member: Any) -> dict[str, Tensor]:
+        return call_both(workload, workspace_for(workload, member, config), config)
+
+    return LocalGroup(workload.num_ranks, **group).run(step)
+
+
 def all_ranks(workload: Workload, config: MoKConfig, fn: Callable[[Any], Any]) -> list[Any]:
     """fn(workspace) on every rank, each time with a new workspace of a new group."""
     return LocalGroup(workload.num_ranks).run(lambda member: fn(workspace_for(workload, member, config)))
@@ -145,6 +215,7 @@ def run(workload: Workload, config: MoKConfig | None = None, *, save_context: bo
 def make_layer(workload: Workload, member: Any, config: MoKConfig | None = None, **options: Any) -> MoE:
     """A MoE with the workload's weights."""
     sizes = workload.shape
+    options = {"precision": workload.precision, **options}
     layer = MoE(
         sizes.hidden_size,
         sizes.intermediate_size,
@@ -158,7 +229,8 @@ def make_layer(workload: Workload, member: Any, config: MoKConfig | None = None,
     )
     names = ("w_shared_gate", "w_shared_up", "w_shared_down", "w_routed_gate", "w_routed_up", "w_routed_down")
     with torch.no_grad():
-        for name, weight in zip(names, weights_of(workload, member), strict=True):
+        given = weights_of(dataclasses.replace(workload, precision="bf16"), member)
+        for name, weight in zip(names, given, strict=True):
             if weight is not None:
                 getattr(layer, name).copy_(weight)
     return layer
@@ -177,12 +249,19 @@ def run_layer(workload: Workload, config: MoKConfig | None = None, **group: Any)
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """BF16 as integers: NaN and the sign of zero count."""
-    return tensor.contiguous().view(torch.int16)
+    """BF16 or float32 as integers: NaN and the sign of zero count."""
+    return tensor.contiguous().view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(bits(a), bits(b))
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+
+
+def assert_same(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], *, without: Sequence[str] = ()) -> None:
+    """The same names but for those in `without`, and the same bits."""
+    assert set(given) == set(wanted) - set(without)
+    differing = [name for name, tensor in given.items() if not same_bits(tensor, wanted[name])]
+    assert not differing, differing
 
 
 def assert_right(workload: Workload, output: Tensor) -> None:
@@ -193,3 +272,17 @@ def assert_right(workload: Workload, output: Tensor) -> None:
     result = ForwardResult(outputs=list(output.split(sizes)), stages=[], seconds=0.0, schedule_seconds=0.0)
     check = check_forward(workload, result)["output"]
     assert check.is_ok, check
+
+
+def assert_gradients_right(workload: Workload, results: Sequence[Mapping[str, Tensor]]) -> None:
+    """The same for outputs and gradients by rank. Names are those of GRADIENTS, or of what a gradient belongs to (x,
+    router_weights, w_routed_gate, ...). The gradient of the output is that of Workload.d_outputs."""
+    by_name: dict[str, list[Tensor]] = {}
+    for result in results:
+        for name, tensor in result.items():
+            full = name if name == "output" else f"d_{name.removeprefix('w_').removeprefix('d_')}"
+            by_name.setdefault(full, []).append(tensor)
+    checks = check_tensors(workload, by_name)
+    assert set(checks) == set(by_name)
+    wrong = {name: check for name, check in checks.items() if not check.is_ok}
+    assert not wrong, wrong

@@ -28,6 +28,11 @@ MOK_DEVICE bool is_reverse_dispatch_in_gate_up_dgrad(const Call& call) {
   return call.share_kernel(Stage::gate_up_dgrad, Stage::reverse_dispatch);
 }
 
+MOK_DEVICE int32 num_swiglu_backward_tasks(const Call& call) {
+  return is_swiglu_backward_in_down_dgrad(call) ? num_down_dgrad_tiles(call.shape)
+                                                : call.shape.row_block() / kElementRows;
+}
+
 // Arrivals of one row block on an edge inside a rank.
 MOK_DEVICE int32 arrivals(Edge edge, const Call& call) {
   const Shape& s = call.shape;
@@ -48,7 +53,9 @@ MOK_DEVICE int32 arrivals(Edge edge, const Call& call) {
     case Edge::d_hidden_ready:
       return num_down_dgrad_tiles(s);
     case Edge::d_gate_up_ready:
-      return is_swiglu_backward_in_down_dgrad(call) ? num_down_dgrad_tiles(s) : s.row_block() / kElementRows;
+      return num_swiglu_backward_tasks(call);
+    case Edge::segment_ready:  // of each of a segment's row blocks
+      return s.is_mxfp8() ? s.row_block() / kElementRows : num_swiglu_backward_tasks(call);
     case Edge::d_x_ready:
       return num_down_tiles(s);
     case Edge::shared_d_gate_up_ready:

@@ -154,12 +154,13 @@ class TaskSequence {
   MOK_DEVICE int32 lag(Stage stage) const {
     if (args_.call.shape.is_serial_ring) return 0;
     const bool is_late = stage == Stage::down || stage == Stage::combine || stage == Stage::gate_up_dgrad ||
-                         stage == Stage::reverse_dispatch || stage == Stage::wgrad;
+                         stage == Stage::reverse_dispatch || stage == Stage::quantize || stage == Stage::wgrad;
     return is_late ? 1 : 0;
   }
   // A backward repeats dispatch and gate_up of what is not in the context; halves of it leave stages out.
   MOK_DEVICE static bool has_stage(const Call& call, Stage stage, int32 macrobatch) {
     if (!call.is_backward()) return true;
+    if (stage == Stage::quantize) return call.shape.is_mxfp8() && call.kind != CallKind::backward_dgrad;
     if (stage == Stage::wgrad) return call.kind != CallKind::backward_dgrad;
     if (!call.has_dgrad()) return false;
     return macrobatch > 0 || !holds(kReplay, stage);
@@ -212,6 +213,7 @@ class TaskSequence {
         return num_copy_tasks(s);
       case Stage::swiglu:
       case Stage::swiglu_backward:
+      case Stage::quantize:
         return s.row_block() / kElementRows;
       case Stage::down_dgrad:
         return num_down_dgrad_tiles(s);
@@ -294,11 +296,6 @@ class TaskSequence {
     task->part = index % num_parts();
   }
 
-  MOK_DEVICE static bool is_shared_product(Stage stage) {
-    return stage == Stage::shared_gate_up || stage == Stage::shared_down || stage == Stage::shared_down_dgrad ||
-           stage == Stage::shared_gate_up_dgrad;
-  }
-
   // Turn t: row block t of every expert that has as many in this generation. An expert's rows are in the order of tokens, so
   // that a token's rows, which are spread over the experts, are read at about the same time: from memory once, then
   // from the cache. (In order of experts they come from memory again; measured in docs/hopper.md.)
@@ -334,6 +331,11 @@ class TaskSequence {
     int32 expert = -1, block = -1;
     for (int32 left = index - turn_.first; left >= 0; left -= block >= 0) block = block_of_expert(turn_.idx, ++expert);
     return block;
+  }
+
+  MOK_DEVICE static bool is_shared_product(Stage stage) {
+    return stage == Stage::shared_gate_up || stage == Stage::shared_down || stage == Stage::shared_down_dgrad ||
+           stage == Stage::shared_gate_up_dgrad;
   }
 
   // GEMM tasks of a window: expert by expert; inside an expert rows fastest, so that a column tile of weights is read

@@ -6,7 +6,7 @@
 // has entered the call, and the ring must hold all rows.
 #pragma once
 
-#include "stages/stage.h"
+#include "stages/token_rows.h"
 
 namespace mok {
 
@@ -24,7 +24,7 @@ MOK_DEVICE bool wait_row_sources(const Call& call, const Task& task, Signals<Wor
 
 struct DispatchPull {
   static constexpr Stage kStage = Stage::dispatch;
-  static constexpr bool kIsCopyOnly = true;
+  static constexpr bool kIsCopyOnly = !MOK_MXFP8;
 
   template <class Worker>
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
@@ -35,16 +35,8 @@ struct DispatchPull {
   template <class Worker>
   MOK_DEVICE static void tile(const Args& args, Worker& worker, const Task& task) {
     const Call& call = args.call;
-    const int64 first = first_row(call, task), width = call.shape.hidden_size;
-    worker.copy_rows(
-        kCopyRows, width * sizeof(bf16), [&](int32 i) { return x_row(call, task.block, task.part * kCopyRows + i); },
-        [&](int32 i) -> const bf16* {
-          const int32 src_rank = call.schedule.peer_rank[first + i];
-          if (src_rank < 0) return nullptr;  // padding: zeros
-          return call.peer<bf16>(Region::x, src_rank) +
-                 call.schedule.peer_token_idx[first + i] / call.shape.topk * width;
-        },
-        /*are_sources_read_again=*/true);
+    pull_token_rows(call, worker, task, call.shape.is_mxfp8_wire() ? Region::x_quantized : Region::x,
+                    [&](int32 i) { return x_row(call, task.block, task.part * kCopyRows + i); });
   }
 
   template <class Worker>
@@ -54,18 +46,13 @@ struct DispatchPull {
 
   MOK_DEVICE static Cost cost(const Call& call, const Task& task) {
     const int64 rows = num_valid_rows(call, task.block, task.part * kCopyRows, kCopyRows);
-    return Cost{rows, 2 * rows * call.shape.hidden_size * int64{sizeof(bf16)}, 0};
-  }
-
- private:
-  MOK_DEVICE static int64 first_row(const Call& call, const Task& task) {
-    return int64{task.block} * call.shape.row_block() + task.part * kCopyRows;
+    return Cost{rows, token_rows_bytes(call, rows), 0};
   }
 };
 
 struct DispatchPush {
   static constexpr Stage kStage = Stage::dispatch;
-  static constexpr bool kIsCopyOnly = true;
+  static constexpr bool kIsCopyOnly = !MOK_MXFP8;
 
   template <class Worker>
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
@@ -82,14 +69,13 @@ struct DispatchPush {
   MOK_DEVICE static void tile(const Args& args, Worker& worker, const Task& task) {
     const Call& call = args.call;
     const int64 width = call.shape.hidden_size;
-    worker.copy_rows(
-        num_routes(call, task), width * sizeof(bf16),
+    bring_rows(
+        call, worker, num_routes(call, task),
         [&](int32 i) {
           const int32 idx = route(call, task, i);
           return call.peer<bf16>(Region::ring_x, call.schedule.route_rank[idx]) + call.schedule.route_row[idx] * width;
         },
-        [&](int32 i) { return call.tensors.x + route(call, task, i) / call.shape.topk * width; },
-        /*are_sources_read_again=*/true);
+        [&](int32 i) { return call.tensors.x + route(call, task, i) / call.shape.topk * width; });
   }
 
   // Rows are pushed in the owners' order, so a task touches a few row blocks; whoever completes this

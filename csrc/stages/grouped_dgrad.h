@@ -76,8 +76,8 @@ struct GroupedDgrad {
       const bf16* a = kIsShared ? t.d_output + first_row(call, task) * hidden : d_y_row(call, task.block, 0);
       return DgradOperands{a, hidden, (kIsShared ? t.w_shared_down : t.w_routed_down) + weight, inner};
     } else {
-      const bf16* gate = kIsShared ? t.w_shared_gate : t.w_routed_gate;
-      const bf16* up = kIsShared ? t.w_shared_up : t.w_routed_up;
+      const bf16* gate = kIsShared ? t.w_shared_gate : t.w_dgrad_gate ? t.w_dgrad_gate : t.w_routed_gate;
+      const bf16* up = kIsShared ? t.w_shared_up : t.w_dgrad_up ? t.w_dgrad_up : t.w_routed_up;
       const bf16* a = plane_rows(call, task, product == 0 ? DgradPlane::d_gate : DgradPlane::d_up);
       return DgradOperands{a, inner, (product == 0 ? gate : up) + weight, hidden};
     }
@@ -118,6 +118,8 @@ struct GroupedDgrad {
                : plane == DgradPlane::d_up ? gradient.d_up
                                            : gradient.weighted_hidden;
     }
+    // w * h is quantized later, along the rows.
+    if (!kIsShared && plane != DgradPlane::weighted_hidden && call.shape.is_mxfp8()) round_trip(lanes, out);
     if (kIsShared || plane != DgradPlane::weighted_hidden) return;
     const float sum = lanes.sum(router);
     if (lanes.is_first()) router_partials(call, task.block, row)[col / kLaneCols] = sum;

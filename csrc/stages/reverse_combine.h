@@ -10,7 +10,7 @@ namespace mok {
 
 struct ReverseCombine {
   static constexpr Stage kStage = Stage::reverse_combine;
-  static constexpr bool kIsCopyOnly = true;
+  static constexpr bool kIsCopyOnly = !MOK_MXFP8;
 
   template <class Worker>
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
@@ -21,15 +21,9 @@ struct ReverseCombine {
   MOK_DEVICE static void tile(const Args& args, Worker& worker, const Task& task) {
     const Call& call = args.call;
     const int32 first_in_block = task.part * kCopyRows;
-    const int64 first = int64{task.block} * call.shape.row_block() + first_in_block, width = call.shape.hidden_size;
-    worker.copy_rows(
-        kCopyRows, width * sizeof(bf16), [&](int32 i) { return d_y_row(call, task.block, first_in_block + i); },
-        [&](int32 i) -> const bf16* {
-          const int32 src_rank = call.schedule.peer_rank[first + i];
-          if (src_rank < 0) return nullptr;  // padding: zeros
-          return call.peer<bf16>(Region::d_output, src_rank) +
-                 call.schedule.peer_token_idx[first + i] / call.shape.topk * width;
-        });
+    const int64 first = int64{task.block} * call.shape.row_block() + first_in_block;
+    pull_token_rows(call, worker, task, Region::d_output,
+                    [&](int32 i) { return d_y_row(call, task.block, first_in_block + i); });
     float* weights = row_weight(call, task.block, first_in_block);
     worker.for_each(kCopyRows, [&](int32 i) {
       const int32 src_rank = call.schedule.peer_rank[first + i];
@@ -46,7 +40,7 @@ struct ReverseCombine {
 
   MOK_DEVICE static Cost cost(const Call& call, const Task& task) {
     const int64 rows = num_valid_rows(call, task.block, task.part * kCopyRows, kCopyRows);
-    return Cost{rows, 2 * rows * (call.shape.hidden_size * int64{sizeof(bf16)} + int64{sizeof(float)}), 0};
+    return Cost{rows, token_rows_bytes(call, rows) + 2 * rows * int64{sizeof(float)}, 0};
   }
 };
 

@@ -4,7 +4,8 @@
 // h is not saved: it is computed again, to the same bits. d_router = sum of bf16(d_h) * h before the weight, so it is right
 // for zero and negative weights. Then d_h * w in FP32, d_up = d_hw * silu(g), d_gate = d_hw * u * silu'(g) with
 // silu'(g) = s (1 + g (1 - s)), s = 1 / (1 + exp(-g)), each rounded to BF16 once. With a limit, gradients pass where
-// torch.clamp lets them: at equality too. The same function serves down_dgrad's epilogue.
+// torch.clamp lets them: at equality too. The same function serves down_dgrad's epilogue. In MXFP8 d_gate and d_up are
+// quantized with a scale for 32 columns; w * h stays BF16 (see quantize.h).
 #pragma once
 
 #include "stages/swiglu.h"
@@ -61,11 +62,12 @@ struct SwigluBackward {
     float* partials = router_partials(call, task.block, first);
     worker.for_each(kElementRows * num_groups, [&](int32 i) {
       float router[kLaneCols];
+      bf16x8 gates[kLaneCols / 8], ups[kLaneCols / 8];
       MOK_UNROLL
       for (int32 j = 0; j < kLaneCols / 8; ++j) {
         const int32 at = i * (kLaneCols / 8) + j;
         const bf16x8 g = gate[at], u = up[at], d = d_hidden[at];
-        bf16x8 out_gate, out_up, out_hidden;
+        bf16x8 out_hidden;
         MOK_UNROLL
         for (int32 pair = 0; pair < 4; ++pair) {
           SwigluGradient out[2];
@@ -75,13 +77,22 @@ struct SwigluBackward {
             out[k] = swiglu_backward(call, element(g, e), element(u, e), element(d, e), weights[i / num_groups]);
             router[8 * j + e] = out[k].router;
           }
-          out_gate.pairs[pair] = pack(out[0].d_gate, out[1].d_gate);
-          out_up.pairs[pair] = pack(out[0].d_up, out[1].d_up);
+          gates[j].pairs[pair] = pack(out[0].d_gate, out[1].d_gate);
+          ups[j].pairs[pair] = pack(out[0].d_up, out[1].d_up);
           out_hidden.pairs[pair] = pack(out[0].weighted_hidden, out[1].weighted_hidden);
         }
-        d_gate[at] = out_gate;
-        d_up[at] = out_up;
         hidden[at] = out_hidden;
+      }
+      const int32 at = i * (kLaneCols / 8);
+      if (call.shape.is_mxfp8()) {
+        round_trip(gates, d_gate + at);
+        round_trip(ups, d_up + at);
+      } else {
+        MOK_UNROLL
+        for (int32 j = 0; j < kLaneCols / 8; ++j) {
+          d_gate[at + j] = gates[j];
+          d_up[at + j] = ups[j];
+        }
       }
       partials[i] = sum_of_columns(router);
     });
@@ -106,6 +117,11 @@ struct SwigluBackward {
   template <class W>
   MOK_DEVICE static void say_d_gate_up_ready(const Call& call, int32 block, Signals<W>& signals) {
     signals.add(Edge::d_gate_up_ready, block);
+    if (!call.shape.is_mxfp8()) say_segment_ready(call, block, signals);
+  }
+  // By the last stage that leaves something for weight gradients.
+  template <class W>
+  MOK_DEVICE static void say_segment_ready(const Call& call, int32 block, Signals<W>& signals) {
     const int32 expert = call.schedule.row_block_expert[block];
     signals.add(Edge::segment_ready, segment_index(call, expert, block_macrobatch(call.shape, block)));
   }

@@ -8,7 +8,7 @@
 // shared_wgrad: the same for the shared expert, over this rank's own tokens.
 #pragma once
 
-#include "stages/stage.h"
+#include "stages/quantize.h"
 
 namespace mok {
 
@@ -60,16 +60,18 @@ struct WgradOf {
   template <class Worker>
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
     const Call& call = args.call;
-    if (task.num_rows == 0 || !call.has_dgrad()) return true;
+    if (task.num_rows == 0) return true;
     if constexpr (kIsShared) {
+      if (!call.has_dgrad()) return true;
       const Word want = arrivals(Edge::shared_d_gate_up_ready, call);
       for (int32 block = 0; block < ceil_div(task.num_rows, call.shape.row_block()); ++block)
         if (!signals.wait_local(Edge::shared_d_gate_up_ready, block, want)) return false;
       return true;
     } else {
+      if (!call.has_dgrad() && !call.shape.is_mxfp8()) return true;
       const int32 macrobatch = block_macrobatch(call.shape, task.block);
       const BlockRange blocks = expert_blocks(call, task.expert, macrobatch);
-      const Word want = static_cast<Word>(blocks.end - blocks.first) * arrivals(Edge::d_gate_up_ready, call);
+      const Word want = static_cast<Word>(blocks.end - blocks.first) * arrivals(Edge::segment_ready, call);
       if (!signals.wait_local(Edge::segment_ready, segment_index(call, task.expert, macrobatch), want)) return false;
       if (is_carried_in(call, task))
         return signals.wait_local(Edge::carry_done, carry_index(call, task.part, macrobatch - 1),
@@ -138,7 +140,7 @@ struct WgradOf {
   }
 
  private:
-  enum class Operand { x, d_gate, d_up, d_y, hidden };
+  using Operand = GradientOperand;
 
   MOK_DEVICE static const bf16* operand(const Call& call, const Task& task, Operand operand) {
     const Tensors& t = call.tensors;
@@ -156,18 +158,8 @@ struct WgradOf {
           return t.d_output;
       }
     } else {
-      switch (operand) {
-        case Operand::x:
-          return x_row(call, task.block, 0);
-        case Operand::d_gate:
-          return d_gate_row(call, task.block, 0);
-        case Operand::d_up:
-          return d_up_row(call, task.block, 0);
-        case Operand::hidden:
-          return hidden_row(call, task.block, 0);
-        default:
-          return d_y_row(call, task.block, 0);
-      }
+      return call.shape.is_mxfp8() ? columnwise_row(call, operand, task.block, 0)
+                                   : operand_row(call, operand, task.block, 0);
     }
   }
 

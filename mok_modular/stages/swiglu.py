@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mok_modular.group import LocalGroup
 
 
-def reference(gate: Tensor, up: Tensor, limit: float | None = None) -> Tensor:
+def reference(gate: Tensor, up: Tensor, limit: float | None = None, *, num_rows: Tensor | int | None = None) -> Tensor:
     """Returns ``silu(gate) * up`` with ``silu(x) = x * sigmoid(x)``, in the shape and dtype of ``gate`` and
     ``up``.
 
@@ -25,10 +25,17 @@ def reference(gate: Tensor, up: Tensor, limit: float | None = None) -> Tensor:
     from), against the limit in the precision of the computation. The gradient passes at equality and is zero
     beyond (torch.clamp's does so up to 2.13, not in 2.14). 0.0 is a limit like any other.
 
+    ``num_rows``: how many rows of the first dimension count, as a tensor or an int; the others may hold anything and
+    come out as zeros. None: all.
+
     Raises TypeError when the dtypes differ, ValueError when the shapes differ or the limit is negative or
     NaN.
     """
     _check(gate, up, limit)
+    if num_rows is not None:
+        is_used = torch.arange(len(gate), device=gate.device) < num_rows
+        is_used = is_used.view(-1, *[1] * (gate.dim() - 1))
+        gate, up = gate.where(is_used, 0), up.where(is_used, 0)
     dtype = gate.dtype
     if dtype == torch.bfloat16:
         gate, up = gate.float(), up.float()
@@ -38,7 +45,14 @@ def reference(gate: Tensor, up: Tensor, limit: float | None = None) -> Tensor:
     return (gate * gate.sigmoid() * up).to(dtype)
 
 
-def launch(gate: Tensor, up: Tensor, limit: float | None = None, *, group: LocalGroup | None = None) -> Tensor:
+def launch(
+    gate: Tensor,
+    up: Tensor,
+    limit: float | None = None,
+    *,
+    num_rows: Tensor | int | None = None,
+    group: LocalGroup | None = None,
+) -> Tensor:
     """``reference`` by the compiled stage, standing alone in its kernel, on the one rank of ``group`` (a fresh
     LocalGroup if None). gate and up are bfloat16 [..., I] on the CPU or a GPU (where the kernel then runs) with I a
     multiple of 64; no gradients.
@@ -49,12 +63,13 @@ def launch(gate: Tensor, up: Tensor, limit: float | None = None, *, group: Local
     device = host_stage.check_bfloat16(gate=gate, up=up)
     width = gate.shape[-1] if gate.dim() else 0
     host_stage.check_width("gate's last dimension", width)
-    num_rows = gate.numel() // width
+    count = gate.numel() // width
+    num_used = count if num_rows is None else int(num_rows) * (count // max(1, len(gate)))
     row_block = host_stage.ROW_BLOCKS[0]
-    segment_start = torch.tensor([0, -(-num_rows // row_block) * row_block])
+    segment_start = torch.tensor([0, -(-count // row_block) * row_block])
     run = host_stage.open_run(
         "swiglu",
-        [host_stage.segment_tables(segment_start, torch.tensor([num_rows]), row_block)],
+        [host_stage.segment_tables(segment_start, torch.tensor([count]), row_block)],
         row_block=row_block,
         num_tokens=[0],
         intermediate_size=width,
@@ -63,9 +78,9 @@ def launch(gate: Tensor, up: Tensor, limit: float | None = None, *, group: Local
     )
     for name, tensor in (("ring_gate", gate), ("ring_up", up)):
         run.region(0, name, width).zero_()  # padding rows
-        run.fill(0, name, tensor.reshape(num_rows, width))
+        run.fill(0, name, tensor.reshape(count, width)[:num_used])
     run.launch(swiglu_limit=limit)
-    return run.region(0, "ring_hidden", width)[:num_rows].clone().view(gate.shape)
+    return run.region(0, "ring_hidden", width)[:count].clone().view(gate.shape)
 
 
 def _check(gate: Tensor, up: Tensor, limit: float | None) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from mok_modular.config import MoKConfig
 from mok_modular.errors import MoKPeerError, MoKTimeoutError
 from mok_modular.targets import host
-from mok_modular.targets.cuda_device import Function, check, check_plan, driver, get_device, kernel_of
+from mok_modular.targets.cuda_device import ARCH, Function, check, check_plan, driver, get_device, kernel_of
 from mok_modular.targets.cuda_launch import MAX_LOCAL_RANKS, Launcher, PackedLaunch
 
 ZEROED = frozenset({"words", "arrivals", "counters", "epochs", "num_tokens"})
@@ -213,6 +213,11 @@ class CudaWorkspace(Launcher, host.SharedWorkspace):
             if layout != self.native.layout:
                 try:
                     check_plan(calls[0].config)
+                    if calls[0].kind not in ("schedule", "forward") or calls[0].is_mxfp8:
+                        what = "mxfp8" if calls[0].is_mxfp8 else calls[0].kind
+                        raise ValueError(
+                            f"{what} has no kernels on {ARCH} in this version: forward in bf16 is what there is"
+                        )
                 except ValueError as error:
                     return [copy.copy(error) for _ in calls]
                 steps = self._pack(calls)

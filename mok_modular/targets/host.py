@@ -14,13 +14,18 @@ import torch
 from torch import Tensor
 
 from mok_modular.config import DEFAULT_ROW_BLOCK, MoKConfig
-from mok_modular.errors import MoKDeadlockError, MoKPeerError, MoKTimeoutError
+from mok_modular.errors import MoKDeadlockError, MoKPeerError, MoKSignalError, MoKTimeoutError
 from mok_modular.plan import WINDOWED_STAGES, Launch, Plan, group_mask
+from mok_modular.swap import Swap
+from mok_modular.trace import Trace
 
 if TYPE_CHECKING:
     from mok_modular.group import LocalGroup
 
 STREAMS = {"comm": 0, "compute": 1}
+
+planted_faults: list[dict[str, Any]] = []
+"""What mok_modular.testing.faults has planted in every run of this process."""
 
 WRITERS = {
     "topk_ready": ("schedule",),
@@ -40,7 +45,7 @@ WRITERS = {
     "d_hidden_ready": ("down_dgrad",),
     "d_gate_up_ready": ("swiglu_backward", "down_dgrad"),
     "d_x_ready": ("gate_up_dgrad",),
-    "segment_ready": ("swiglu_backward", "down_dgrad"),
+    "segment_ready": ("swiglu_backward", "down_dgrad", "quantize"),
     "carry_done": ("wgrad",),
     "shared_d_gate_up_ready": ("shared_down_dgrad",),
     "published": ("publish",),
@@ -89,6 +94,7 @@ class Call:
     intermediate_size: int = 64
     shared_size: int = 0
     swiglu_limit: float | None = None
+    is_mxfp8: bool = False  # operands of the routed experts
     config: MoKConfig = field(default_factory=MoKConfig)
     stream: torch.cuda.Stream | None = None  # the rank's current one, on a GPU
     key: Any = None  # of everything that kernels are told: equal keys, equal arguments. None: unknown
@@ -101,6 +107,13 @@ class Call:
     def fingerprint(self) -> int:
         """16 bits over `agree`, for the words that ranks exchange."""
         return zlib.crc32(repr(sorted(self.agree.items())).encode()) & 0xFFFF
+
+    def spoil(self) -> None:
+        """NaN in what the call has written for its caller: somebody may use it before the error is seen."""
+        is_added_to = any(name.startswith("gradients_") for name in self.tensors)
+        for name, tensor in self.tensors.items():
+            if name in ("output", "d_router") or (name.startswith(("d_routed_", "d_shared_")) and not is_added_to):
+                tensor.fill_(math.nan)
 
 
 class SharedWorkspace:
@@ -120,6 +133,7 @@ class SharedWorkspace:
         self.failure: Exception | None = None
         self.lost_signals: list[tuple[str, int, int, int]] = []  # edge, rank, destination rank or -1, index or -1
         self.num_switches = 0
+        self.clear_trace()
         self.has_backward = False  # from the first backward on: room for it
         group.on_interrupt(self)
         self.native.reserve(self.shape(num_local_experts=1, capacity_rows=self.row_block, intermediate_size=64))
@@ -168,6 +182,7 @@ class SharedWorkspace:
         shape.is_pull_combine = config.combine == "pull"
         shape.is_minibatch_grain = config.signal_grain == "minibatch"
         shape.is_serial_ring = config.ring == "serial"
+        shape.is_mxfp8_wire = config.wire == "mxfp8"
         shape.has_backward = self.has_backward
         return shape
 
@@ -189,6 +204,10 @@ class SharedWorkspace:
         except MemoryError:
             self.num_local_tokens = old
             raise
+
+    def clear_trace(self) -> None:
+        """Starts the trace anew."""
+        self.trace = Trace("ns" if self.group.executor == "threads" else "steps")
 
     def interrupt(self) -> None:
         """Ends a running call (Ctrl-C)."""
@@ -217,13 +236,16 @@ class SharedWorkspace:
             self.shape(call.num_local_experts, call.capacity_rows, call.intermediate_size, call.shared_size)
             for call in calls
         ]
+        for call, shape in zip(calls, shapes, strict=True):
+            shape.is_mxfp8 = call.is_mxfp8
         if _is_mismatch_hidden(calls):
             return [MoKPeerError(describe_mismatch(calls)) for _ in calls]
         # Ranks whose calls differ run until they see it: each one's memory must hold what it works on until then.
         for shape in shapes if any(call.agree != calls[0].agree for call in calls) else shapes[:1]:
             self.native.reserve(shape)
+        swap = Swap(self, calls, shapes[0].ring_rows)
         programs = [
-            self._program(rank, call, shape) for rank, (call, shape) in enumerate(zip(calls, shapes, strict=True))
+            self._program(rank, call, shape, swap) for rank, (call, shape) in enumerate(zip(calls, shapes, strict=True))
         ]
         config = calls[0].config
         try:
@@ -236,6 +258,9 @@ class SharedWorkspace:
                 config.timeout_s,
                 config.start_timeout_s,
                 self.lost_signals,
+                planted_faults,
+                config.trace,
+                self.trace.end,
             )
         except Exception as error:  # out of memory or threads: some ranks may be ahead of others
             self.failure = RuntimeError(f"{calls[0].kind}: {type(error).__name__}: {error}")
@@ -243,13 +268,21 @@ class SharedWorkspace:
         self.num_switches += result["num_switches"]
         for rank, rows in enumerate(result["stats"]):
             self._add_stats(rank, rows, "backward" if calls[rank].is_backward else "forward")
+        if config.trace:
+            streams = [(launch.kernel, launch.stream) for launch in launches(calls[0], shapes[0])]
+            names = extension().stage_names(), extension().edge_names()
+            self.trace.add(calls[0].kind, streams, result, *names)
         if result["reason"] == "ok":
             return [None] * len(calls)
         errors = self._errors(result, calls)
+        if swap.errors:
+            rank, cause = next(iter(swap.errors.items()))
+            peer_error = MoKPeerError(f"rank {rank} raised {type(cause).__name__}: {cause}", rank)
+            errors = [swap.errors.get(each, peer_error) for each in range(len(calls))]
         self.failure = errors[0]
         return list(errors)
 
-    def _program(self, rank: int, call: Call, shape: Any) -> Any:
+    def _program(self, rank: int, call: Call, shape: Any, swap: Swap | None = None) -> Any:
         in_order = launches(call, shape)
         program = extension().Program(
             call.kind,
@@ -265,6 +298,9 @@ class SharedWorkspace:
         last_group = last_remote_launch(in_order)
         for i, launch in enumerate(in_order):
             num_workers, num_comm_workers = self._num_workers(call, launch)
+            swapped = swap.function(rank, launch.stages, launch.generation) if swap else None
+            if swapped is not None:
+                num_workers, num_comm_workers = 1, 0
             program.add_launch(
                 launch.kernel,
                 group_mask(launch.stages),
@@ -276,6 +312,7 @@ class SharedWorkspace:
                 STREAMS[launch.stream],
                 num_workers,
                 num_comm_workers,
+                swapped,
             )
         return program
 
@@ -305,12 +342,23 @@ class SharedWorkspace:
 
     def _errors(self, result: Mapping[str, Any], calls: Sequence[Call]) -> list[Exception]:
         reason = result["reason"]
-        if reason == "interrupted":
+        if reason in ("interrupted", "swapped"):
             return [MoKPeerError("interrupted") for _ in calls]
         if reason == "mismatch":
             text = describe_mismatch(calls)
             return [MoKPeerError(text) for _ in calls]
         waits = [dict(wait, task=f"{wait['block']}.{wait['part']}") for wait in result["waits"]]
+        if reason == "surplus":
+            for each in waits:
+                each["have"] -= 2**64 if each["have"] >= 2**63 else 0
+            for call in calls:
+                call.spoil()
+            worst = waits[0]
+            text = (
+                f"{calls[0].kind}: {worst['edge']}[{worst['index']}] of rank {worst['rank']} has the wrong number of "
+                f"arrivals: {worst['stage']} task {worst['task']} waited for {worst['want']}, {worst['have']} came"
+            )
+            return [MoKSignalError(text, waits) for _ in calls]
         kind = MoKDeadlockError if reason == "deadlock" else MoKTimeoutError
         ring_blocks = max(1, min(self.config.macrobatch_size, calls[0].capacity_rows) // self.row_block)
         what = "no worker of any rank can go on"
@@ -318,7 +366,15 @@ class SharedWorkspace:
             wait = find_culprit(waits, ring_blocks, calls[0].is_backward)
             name = "start_timeout_s" if wait and wait["edge"] in _START_EDGES else "timeout_s"
             what = f"a wait lasted longer than {name}={getattr(calls[0].config, name):g} s"
-        return [kind(f"{call.kind}: {what}; {culprit(waits, ring_blocks, call.is_backward)}", waits) for call in calls]
+        why = culprit(waits, ring_blocks, calls[0].is_backward)
+        places = {
+            f"rank {each['rank']} in {each['stage']} task {each['block']}.{each['part']}" for each in result["held"]
+        }
+        for each in result["held"]:
+            calls[each["rank"]].spoil()
+        if places:
+            why += f"; {', '.join(sorted(places))}: neither works nor waits"
+        return [kind(f"{call.kind}: {what}; {why}", waits) for call in calls]
 
 
 def launches(call: Call, shape: Any) -> list[Launch]:
@@ -334,6 +390,7 @@ def launches(call: Call, shape: Any) -> list[Launch]:
             has_shared,
             has_dgrad=call.kind != "backward_wgrad",
             has_wgrad=call.kind != "backward_dgrad",
+            is_mxfp8=call.is_mxfp8,
         )
     return call.plan.launches(shape.max_generations, has_shared)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mok_modular.errors import MoKDeadlockError, MoKTimeoutError
 from mok_modular.group import LocalGroup
-from mok_modular.plan import STAGES, Plan
+from mok_modular.plan import Plan, group_mask
 from mok_modular.targets.host import extension
 
 ROW_BLOCKS = (128, 256)
@@ -47,6 +47,8 @@ class StageRun:
         shared_size: int = 0,
         is_push_dispatch: bool = False,
         is_pull_combine: bool = False,
+        kind: str = "forward",
+        is_mxfp8: bool = False,
         group: LocalGroup | None = None,
     ) -> None:
         self.stage = stage
@@ -70,6 +72,9 @@ class StageRun:
         shape.ring_rows = shape.minibatch = shape.capacity_rows
         shape.is_push_dispatch = is_push_dispatch
         shape.is_pull_combine = is_pull_combine
+        shape.is_mxfp8 = is_mxfp8
+        shape.has_backward = kind != "forward"
+        self.kind = kind
         self.native = self._make_memory()
 
     def _make_memory(self) -> Any:
@@ -110,7 +115,7 @@ class StageRun:
         programs = []
         for rank, tables in enumerate(self.tables):
             program = extension().Program(
-                "forward",
+                self.kind,
                 self.shape,
                 rank,
                 self.num_tokens[rank],
@@ -120,7 +125,7 @@ class StageRun:
                 _pointers(tensors[rank] if tensors else {}),
                 swiglu_limit,
             )
-            mask = 1 << STAGES.index(self.stage) if self.stage in STAGES else 0
+            mask = group_mask((self.stage,))
             num_workers = self.group.num_workers
             program.add_launch(self.stage, mask, self.stage, -1, False, False, False, 0, num_workers, 0)
             programs.append(program)

@@ -1,23 +1,38 @@
 """What tests, benchmarks and the command line share: inputs, a run of them, and the check against float64."""
 
+from mok_modular.testing import faults
+from mok_modular.testing.contract import ContractReport, check_stage
 from mok_modular.testing.workload import (
     MAX_RATIO,
     ForwardResult,
+    PassesResult,
     StageStats,
     TensorCheck,
     Workload,
     check_forward,
+    check_passes,
+    check_tensors,
     run_forward,
     run_forward_plans,
+    run_passes,
+    run_passes_plans,
 )
 
 __all__ = [
     "MAX_RATIO",
+    "ContractReport",
     "ForwardResult",
+    "PassesResult",
     "StageStats",
     "TensorCheck",
     "Workload",
     "check_forward",
+    "check_passes",
+    "check_stage",
+    "check_tensors",
+    "faults",
     "run_forward",
     "run_forward_plans",
+    "run_passes",
+    "run_passes_plans",
 ]

@@ -1,8 +1,8 @@
-"""One layer's inputs on every rank, a forward run of them, and the check of its output.
+"""One layer's inputs on every rank, a run of them, and the check of what comes out.
 
     workload = Workload.from_routing(load_routing(), shape, num_ranks=4, num_tokens=256)
-    result = run_forward(LocalGroup(4), workload, MoKConfig(mode="split"))
-    checks = check_forward(workload, result)  # {"output": TensorCheck}; fine when every ratio <= MAX_RATIO
+    result = run_passes(LocalGroup(4), workload, MoKConfig(mode="split"))
+    checks = check_passes(workload, result)  # {"output": TensorCheck, "d_x": ...}; fine when every ratio <= MAX_RATIO
 
 Values come from seeded generators, one per rank (x) and per expert (weights): expert 5 has the same weights
 whatever the number of ranks, and rank 1 the same x whatever the number of tokens of rank 0.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from mok_modular.config import MoEShape, MoKConfig
+from mok_modular.precision import pack_backward, pack_forward
+from mok_modular.reference import LayerGradients
 from mok_modular.routing import Routing
 from mok_modular.targets.host import TASK_ORDER
 
@@ -72,7 +74,9 @@ class Weights:
 class Workload:
     """Inputs of one layer, lists by rank: x [T, H] bfloat16, expert_ids [T, K], router_weights [T, K] f32.
 
-    T may differ from rank to rank and may be 0. `weights` holds all E experts.
+    T may differ from rank to rank and may be 0. `weights` holds all E experts. `d_output` is the gradient of the output
+    that backward runs are given, random if None. `precision` is that of the routed experts: a run in mxfp8 quantizes
+    the weights, which are bfloat16 here.
     """
 
     shape: MoEShape
@@ -81,6 +85,8 @@ class Workload:
     router_weights: list[Tensor]
     weights: Weights
     swiglu_limit: float | None = None
+    d_output: list[Tensor] | None = None
+    precision: str = "bf16"
 
     @classmethod
     def from_ids(
@@ -124,17 +130,18 @@ class Workload:
         shape: MoEShape,
         *,
         num_ranks: int,
-        num_tokens: int,
+        num_tokens: int | None,
         seed: int = 0,
     ) -> Workload:
-        """Random x and weights for captured choices, `num_tokens` tokens a rank.
+        """Random x and weights for captured choices, `num_tokens` tokens a rank; None: as many as each captured rank
+        had in the first capture.
 
         A rank replays the captures of one captured rank, one after the other. With more ranks than were
         captured, the surplus ranks go on where the earlier ones stopped, so no token is replayed twice.
 
         Raises ValueError if E or K of `shape` do not fit the routing, or it holds too few tokens.
         """
-        num_captures, num_captured_ranks, num_captured_tokens, topk = routing.expert_ids.shape
+        _, num_captured_ranks, _, topk = routing.expert_ids.shape
         if shape.topk != topk:
             raise ValueError(f"topk of the shape must equal the routing's, got {shape.topk} and {topk}")
         if shape.num_experts < routing.num_experts:
@@ -142,25 +149,25 @@ class Workload:
                 f"num_experts of the shape must be at least the routing's, got {shape.num_experts} and "
                 f"{routing.num_experts}"
             )
-        if num_ranks < 1 or num_tokens < 0:
+        if num_ranks < 1 or (num_tokens is not None and num_tokens < 0):
             raise ValueError(f"need at least 1 rank and 0 tokens, got {num_ranks} and {num_tokens}")
-        num_available = num_captures * num_captured_tokens
         num_rounds = math.ceil(num_ranks / num_captured_ranks)
-        if num_rounds * num_tokens > num_available:
-            raise ValueError(
-                f"{num_ranks} ranks of {num_tokens} tokens need {num_rounds * num_tokens} tokens of each "
-                f"captured rank; the routing holds {num_available} for each of {num_captured_ranks}"
-            )
-        ids = routing.expert_ids.transpose(0, 1).flatten(1, 2)
-        weights = routing.router_weights.transpose(0, 1).flatten(1, 2)
+        captured = [routing.of_rank(rank) for rank in range(num_captured_ranks)]
+        wanted = [int(routing.num_tokens[0, r]) if num_tokens is None else num_tokens for r in range(len(captured))]
         places = []
+        for rank, (ids, _) in enumerate(captured[:num_ranks]):
+            if num_rounds * wanted[rank] > len(ids):
+                raise ValueError(
+                    f"{num_ranks} ranks of {wanted[rank]} tokens need {num_rounds * wanted[rank]} tokens of each "
+                    f"captured rank; the routing holds {len(ids)} of rank {rank} of {num_captured_ranks}"
+                )
         for rank in range(num_ranks):
-            start = rank // num_captured_ranks * num_tokens
-            places.append((rank % num_captured_ranks, slice(start, start + num_tokens)))
+            start, count = rank // num_captured_ranks * wanted[rank % len(captured)], wanted[rank % len(captured)]
+            places.append((captured[rank % len(captured)], slice(start, start + count)))
         return cls.from_ids(
             shape,
-            [ids[place].contiguous() for place in places],
-            [weights[place].contiguous() for place in places],
+            [ids[here].contiguous() for (ids, _), here in places],
+            [weights[here].contiguous() for (_, weights), here in places],
             seed=seed,
         )
 
@@ -184,9 +191,23 @@ class Workload:
         )
 
     def reference(self, dtype: torch.dtype) -> list[Tensor]:
-        """Output of the reference by rank: in float64 the truth, in bfloat16 torch's own rounding."""
-        from mok_modular import reference
+        """Output of the reference by rank: in float64 the truth, in bfloat16 torch's own rounding (and in mxfp8 its
+        quantization, at the library's places)."""
+        from mok_modular import reference, reference_mxfp8
 
+        if self.precision == "mxfp8" and dtype != torch.float64:
+            return reference_mxfp8.moe_ranks(
+                self.x,
+                self.expert_ids,
+                self.router_weights,
+                self.weights.routed_gate,
+                self.weights.routed_up,
+                self.weights.routed_down,
+                self.weights.shared_gate,
+                self.weights.shared_up,
+                self.weights.shared_down,
+                self.swiglu_limit,
+            )
         weights = self.weights.double() if dtype == torch.float64 else self.weights
         out = reference.moe(
             torch.cat(self.x).to(dtype),
@@ -201,6 +222,37 @@ class Workload:
             swiglu_limit=self.swiglu_limit,
         )
         return list(out.split([len(x) for x in self.x]))
+
+    def d_outputs(self) -> list[Tensor]:
+        """The gradient of the output [T, H] bfloat16, by rank."""
+        if self.d_output is not None:
+            return self.d_output
+        sizes = [(len(x), self.shape.hidden_size) for x in self.x]
+        return [torch.randn(size, generator=_generator(0, 2_000_000 + r)).bfloat16() for r, size in enumerate(sizes)]
+
+    def reference_gradients(self, dtype: torch.dtype) -> dict[str, list[Tensor]]:
+        """The gradients for `d_outputs`, by name (d_x, d_router_weights, d_routed_gate, ...) and rank: in float64 the
+        truth, in bfloat16 torch's products at the library's rounding points (and in mxfp8 quantization points)."""
+        from mok_modular import reference, reference_mxfp8
+
+        is_quantized = self.precision == "mxfp8" and dtype != torch.float64
+        layer_backward = reference_mxfp8.layer_backward if is_quantized else reference.layer_backward
+        weights = self.weights.double() if dtype == torch.float64 else self.weights
+        by_rank = layer_backward(
+            [d_output.to(dtype) for d_output in self.d_outputs()],
+            [x.to(dtype) for x in self.x],
+            self.expert_ids,
+            self.router_weights,
+            weights.routed_gate,
+            weights.routed_up,
+            weights.routed_down,
+            weights.shared_gate,
+            weights.shared_up,
+            weights.shared_down,
+            self.swiglu_limit,
+        )
+        by_name = dict(zip(by_rank[0]._fields, zip(*by_rank, strict=True), strict=True))
+        return {f"d_{name}": list(parts) for name, parts in by_name.items() if parts[0] is not None}
 
 
 @dataclass(frozen=True)
@@ -233,6 +285,19 @@ class ForwardResult:
     """functional.build_schedule, which ran just before."""
 
 
+@dataclass(frozen=True, eq=False)
+class PassesResult(ForwardResult):
+    """The same of a forward and a backward; `gradients` by name (d_x, d_routed_gate, ...) and rank."""
+
+    gradients: dict[str, list[Tensor]]
+    backward_seconds: float
+
+    @property
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """Output and gradients."""
+        return {"output": self.outputs, **self.gradients}
+
+
 @dataclass(frozen=True)
 class TensorCheck:
     """Relative 2-norm distances from float64: the library's, torch's in bfloat16, and their quotient."""
@@ -263,23 +328,56 @@ def run_forward_plans(
 
     Raises ValueError if the group has another size, and whatever the library raises.
     """
-    if group.size() != workload.num_ranks:
-        raise ValueError(f"the group has {group.size()} ranks but the workload is for {workload.num_ranks}")
-    visits = []
-    for round_idx in range(num_rounds):
-        order = range(len(configs)) if round_idx % 2 == 0 else range(len(configs) - 1, -1, -1)
-        visits += [(config_idx, round_idx) for config_idx in order]
+    visits = _visits(len(configs), num_rounds)
 
     def step(member: Any) -> dict[tuple[int, int], _RankResult]:
-        with torch.no_grad():
-            return {visit: _run_rank(member, workload, configs[visit[0]]) for visit in visits}
+        return {visit: _run_rank(member, workload, configs[visit[0]]) for visit in visits}
 
-    by_rank = group.run(step)
-    return [
-        _merge([results[config_idx, round_idx] for results in by_rank])
-        for config_idx in range(len(configs))
-        for round_idx in range(num_rounds)
-    ]
+    by_rank = _run_group(group, workload, step)
+    return [_merge([results[visit] for results in by_rank]) for visit in sorted(visits)]
+
+
+def run_passes(
+    group: Any, workload: Workload, config: MoKConfig, *, is_context_recomputed: bool = False
+) -> PassesResult:
+    """build_schedule, one forward and one backward, otherwise as run_forward. is_context_recomputed: the forward keeps
+    no context."""
+    return run_passes_plans(group, workload, [config], is_context_recomputed=is_context_recomputed)[0]
+
+
+def run_passes_plans(
+    group: Any,
+    workload: Workload,
+    configs: Sequence[MoKConfig],
+    num_rounds: int = 1,
+    *,
+    is_context_recomputed: bool = False,
+) -> list[PassesResult]:
+    """As run_forward_plans, with a backward after every forward."""
+    visits = _visits(len(configs), num_rounds)
+
+    def step(member: Any) -> dict[tuple[int, int], _RankResult]:
+        options = {"has_backward": True, "is_context_recomputed": is_context_recomputed}
+        return {visit: _run_rank(member, workload, configs[visit[0]], **options) for visit in visits}
+
+    by_rank = _run_group(group, workload, step)
+    return [_merge_passes([results[visit] for results in by_rank]) for visit in sorted(visits)]
+
+
+def _visits(num_configs: int, num_rounds: int) -> list[tuple[int, int]]:
+    """(config, round) in the order of the calls."""
+    visits = []
+    for round_idx in range(num_rounds):
+        order = range(num_configs) if round_idx % 2 == 0 else range(num_configs - 1, -1, -1)
+        visits += [(config_idx, round_idx) for config_idx in order]
+    return visits
+
+
+def _run_group(group: Any, workload: Workload, step: Callable[[Any], Any]) -> list[Any]:
+    if group.size() != workload.num_ranks:
+        raise ValueError(f"the group has {group.size()} ranks but the workload is for {workload.num_ranks}")
+    with torch.no_grad():  # it holds in the ranks too
+        return group.run(step)
 
 
 def check_forward(workload: Workload, result: ForwardResult) -> dict[str, TensorCheck]:
@@ -287,24 +385,53 @@ def check_forward(workload: Workload, result: ForwardResult) -> dict[str, Tensor
 
     Returns one entry per tensor (`output`). An error is 0 where both sides are zeros, NaN if an output is.
     """
-    truth = torch.cat(workload.reference(torch.float64))
-    error = _distance(torch.cat(result.outputs), truth)
-    torch_error = _distance(torch.cat(workload.reference(torch.bfloat16)), truth)
-    return {"output": TensorCheck(error, torch_error, _quotient(error, torch_error))}
+    return check_tensors(workload, {"output": result.outputs})
+
+
+def check_passes(workload: Workload, result: PassesResult) -> dict[str, TensorCheck]:
+    """As check_forward, of the output and all gradients."""
+    return check_tensors(workload, result.tensors)
+
+
+def check_tensors(workload: Workload, by_name: Mapping[str, Sequence[Tensor]]) -> dict[str, TensorCheck]:
+    """As check_forward, of tensors by name and rank: `output`, and the names of Workload.reference_gradients."""
+    truth: dict[str, list[Tensor]] = {}
+    rounded: dict[str, list[Tensor]] = {}
+    for dtype, into in ((torch.float64, truth), (torch.bfloat16, rounded)):
+        if "output" in by_name:
+            into["output"] = workload.reference(dtype)
+        if set(by_name) - {"output"}:
+            into |= workload.reference_gradients(dtype)
+    checks = {}
+    for name, parts in by_name.items():
+        exact = torch.cat(truth[name])
+        error, torch_error = _distance(torch.cat(list(parts)), exact), _distance(torch.cat(rounded[name]), exact)
+        checks[name] = TensorCheck(error, torch_error, _quotient(error, torch_error))
+    return checks
 
 
 @dataclass(frozen=True, eq=False)
 class _RankResult:
-    """One forward of one rank; times are points on the common clock."""
+    """One forward of one rank, or both passes; times are points on the common clock."""
 
     output: Tensor
+    gradients: dict[str, Tensor]
     stats: list[dict[str, Any]]
     schedule_start_s: float
     start_s: float
     end_s: float
+    backward_start_s: float
+    backward_end_s: float
 
 
-def _run_rank(member: Any, workload: Workload, config: MoKConfig) -> _RankResult:
+def _run_rank(
+    member: Any,
+    workload: Workload,
+    config: MoKConfig,
+    *,
+    has_backward: bool = False,
+    is_context_recomputed: bool = False,
+) -> _RankResult:
     from mok_modular import functional
 
     rank, num_ranks = member.rank(), member.size()
@@ -319,8 +446,8 @@ def _run_rank(member: Any, workload: Workload, config: MoKConfig) -> _RankResult
     workspace.clear_stage_stats()
     is_gpu = workspace.device.type == "cuda"
     if is_gpu:
-        shared: Any = workspace.shared
-        shared.is_timing = True
+        timed: Any = workspace.shared
+        timed.is_timing = True
     schedule_start_s = time.perf_counter()
     schedule = functional.build_schedule(
         workspace,
@@ -328,29 +455,34 @@ def _run_rank(member: Any, workload: Workload, config: MoKConfig) -> _RankResult
         workload.expert_ids[rank],
         num_local_experts=workload.shape.num_experts // num_ranks,
     )
+    inputs = workload.x[rank], workload.router_weights[rank]
+    shared = weights.shared_gate, weights.shared_up, weights.shared_down
+    routed = weights.routed_gate, weights.routed_up, weights.routed_down
+    arguments = (*inputs, *shared, *pack_forward(*routed, workload.precision), workload.swiglu_limit)
     if is_gpu:
         workspace.check()
     start_s = time.perf_counter()
-    output, _ = functional.forward(
-        config,
-        workspace,
-        schedule,
-        workload.x[rank],
-        workload.router_weights[rank],
-        weights.shared_gate,
-        weights.shared_up,
-        weights.shared_down,
-        weights.routed_gate,
-        weights.routed_up,
-        weights.routed_down,
-        swiglu_limit=workload.swiglu_limit,
-        save_context=False,
-    )
+    is_saved = has_backward and not is_context_recomputed
+    output, context = functional.forward(config, workspace, schedule, *arguments, save_context=is_saved)
     if is_gpu:
         workspace.check()
-    end_s = time.perf_counter()
+    end_s = backward_start_s = backward_end_s = time.perf_counter()
+    gradients: dict[str, Tensor] = {}
+    if is_context_recomputed:
+        w_gate, w_up, _ = pack_forward(*routed, workload.precision)
+        context = functional.recompute_forward_context(
+            config, workspace, schedule, inputs[0], *shared[:2], w_gate, w_up, workload.swiglu_limit
+        )
+    if has_backward:
+        d_output = workload.d_outputs()[rank]
+        arguments = (*inputs, *shared, *pack_backward(*routed, workload.precision), workload.swiglu_limit)
+        backward_start_s = time.perf_counter()
+        found = functional.backward(config, workspace, schedule, context, d_output, *arguments)
+        backward_end_s = time.perf_counter()
+        names = (f"d_{name}" for name in LayerGradients._fields)
+        gradients = {name: part for name, part in zip(names, found, strict=True) if part is not None}
     stats = _gpu_stats(workspace, workload, config, schedule) if is_gpu else workspace.stage_stats()
-    return _RankResult(output, stats, schedule_start_s, start_s, end_s)
+    return _RankResult(output, gradients, stats, schedule_start_s, start_s, end_s, backward_start_s, backward_end_s)
 
 
 def _gpu_stats(workspace: Any, workload: Workload, config: MoKConfig, schedule: Any) -> list[dict[str, Any]]:
@@ -410,8 +542,16 @@ def _merge(ranks: Sequence[_RankResult]) -> ForwardResult:
     )
 
 
+def _merge_passes(ranks: Sequence[_RankResult]) -> PassesResult:
+    return PassesResult(
+        **vars(_merge(ranks)),
+        gradients={name: [rank.gradients[name] for rank in ranks] for name in ranks[0].gradients},
+        backward_seconds=max(rank.backward_end_s for rank in ranks) - min(rank.backward_start_s for rank in ranks),
+    )
+
+
 def _sum_stats(entries: Sequence[dict[str, Any]]) -> list[StageStats]:
-    """One StageStats per (name, pass, kernel), in STAGE_ORDER."""
+    """One StageStats per (name, pass, kernel): the forward's in STAGE_ORDER, then the backward's."""
     sums: dict[tuple[str, str, str], StageStats] = {}
     for entry in entries:
         key = (entry["name"], entry["pass"], entry["kernel"])
@@ -424,7 +564,7 @@ def _sum_stats(entries: Sequence[dict[str, Any]]) -> list[StageStats]:
             old.busy_s + float(entry["busy_s"]),
             old.wait_s + float(entry["wait_s"]),
         )
-    return sorted(sums.values(), key=lambda stage: STAGE_ORDER.index(stage.name))
+    return sorted(sums.values(), key=lambda stage: (stage.pass_name == "backward", STAGE_ORDER.index(stage.name)))
 
 
 def _distance(value: Tensor, truth: Tensor) -> float:

@@ -24,12 +24,21 @@ from mok_modular.config import PRESETS, MoEShape, MoKConfig
 from mok_modular.errors import MoKDeadlockError
 from mok_modular.plan import Plan
 from mok_modular.routing import Routing, load_routing, save_routing
-from mok_modular.testing import ForwardResult, TensorCheck, Workload, check_forward
+from mok_modular.testing import ForwardResult, PassesResult, TensorCheck, Workload, check_forward
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--shape", "64,128,8,2,64", "--tokens", "24"]
 ROUTED_STAGES = ("schedule", "publish", "dispatch", "gate_up", "swiglu", "down", "combine", "reduce")
 STAGES = {*ROUTED_STAGES, "shared_gate_up", "shared_down"}
+BACKWARD_ROUTED = ("reverse_combine", "down_dgrad", "swiglu_backward", "gate_up_dgrad", "reverse_dispatch", "wgrad")
+BACKWARD_STAGES = {
+    *("publish", "shared_down_dgrad", "shared_gate_up_dgrad", "shared_wgrad", "reduce"),
+    *BACKWARD_ROUTED,
+}
+TENSORS = {
+    *("output", "d_x", "d_router_weights", "d_routed_gate", "d_routed_up", "d_routed_down"),
+    *("d_shared_gate", "d_shared_up", "d_shared_down"),
+}
 STAGE_KEYS = {"name", "pass", "kernel", "num_rows", "num_bytes", "flops", "busy_s", "wait_s"}
 
 
@@ -95,7 +104,9 @@ def run_process(cwd: Path, argv: list[str], exit_code: int = 0) -> subprocess.Co
         (["run", "--routing", "/nonexistent/file.pt"], ["/nonexistent/file.pt"]),
         (["run", "--routing", __file__], ["test_cli.py", "not a routing file"]),
         (["run", "--iters", "3"], ["--iters"]),
-        (["run", "--trace", "x.json"], ["--trace"]),
+        (["run", "--profile", "x.json"], ["--profile"]),
+        (["run", "--precision", "fp8"], ["--precision", "fp8", "mxfp8"]),
+        (["run", "--precision", "mxfp8", "--shape", "64,128,16,4"], ["hidden_size", "128", "MXFP8", "64"]),
         (["ab", "--iters", "0"], ["--iters", "0"]),
         (["ab", "--plans", "some"], ["--plans", "some", "all"]),
         (["build", "--target", "sm_100f"], ["sm_100f", "not available in this version", "host"]),
@@ -142,27 +153,53 @@ def test_run_json(capsys: pytest.CaptureFixture[str], routing_file: str, mode: s
     assert report["config"]["mode"] == mode
     assert report["config"]["minibatch_size"] == MoKConfig().minibatch_size
     assert report["num_tokens"] == [24, 24]
-    assert sorted(stage["name"] for stage in report["stages"]) == sorted(STAGES)
     for stage in report["stages"]:
         assert set(stage) == STAGE_KEYS
-        assert stage["pass"] == "forward"
         assert stage["busy_s"] >= 0
         assert stage["wait_s"] >= 0
-    by_name = {stage["name"]: stage for stage in report["stages"]}
+    by_pass = {
+        name: {stage["name"]: stage for stage in report["stages"] if stage["pass"] == name}
+        for name in ("forward", "backward")
+    }
+    assert len(report["stages"]) == len(STAGES) + len(BACKWARD_STAGES)
+    assert set(by_pass["forward"]) == STAGES
+    assert set(by_pass["backward"]) == BACKWARD_STAGES
     num_routes = int((load_routing(routing_file).expert_ids[0] >= 0).sum())
     for name in ("dispatch", "gate_up", "swiglu", "down", "combine"):
-        assert by_name[name]["num_rows"] == num_routes
-    assert by_name["gate_up"]["flops"] == num_routes * 2 * 2 * 64 * 128
-    assert by_name["down"]["flops"] == num_routes * 2 * 64 * 128
-    assert by_name["shared_gate_up"]["flops"] == 48 * 2 * 2 * 64 * 64
-    kernels = {stage["name"]: stage["kernel"] for stage in report["stages"]}
+        assert by_pass["forward"][name]["num_rows"] == num_routes
+    for name in BACKWARD_ROUTED:
+        assert by_pass["backward"][name]["num_rows"] == num_routes, name
+    flops = {pass_name: {name: stage["flops"] for name, stage in part.items()} for pass_name, part in by_pass.items()}
+    one_product = num_routes * 2 * 64 * 128
+    assert flops["forward"]["gate_up"] == flops["backward"]["gate_up_dgrad"] == 2 * one_product
+    assert flops["forward"]["down"] == flops["backward"]["down_dgrad"] == one_product
+    assert flops["backward"]["wgrad"] == 3 * one_product
+    assert flops["forward"]["shared_gate_up"] == 48 * 2 * 2 * 64 * 64
+    kernels = {name: stage["kernel"] for name, stage in by_pass["forward"].items()}
     for group in Plan.parse(mode).groups:
         assert {kernels[name] for name in group} == {"fused" if mode == "fused" else "+".join(group)}
-    assert set(report["check"]) == {"output"}
-    check = report["check"]["output"]
-    assert check["ratio"] == pytest.approx(check["error"] / check["torch_error"])
-    assert check["ratio"] <= 1.5
-    assert 0 < check["error"] < 0.02
+    kernels = {name: stage["kernel"] for name, stage in by_pass["backward"].items()}
+    for group in Plan.parse(mode).backward_groups:
+        assert {kernels[name] for name in group} == {"fused" if mode == "fused" else "+".join(group)}
+    assert set(report["check"]) == TENSORS
+    for check in report["check"].values():
+        assert check["ratio"] == pytest.approx(check["error"] / check["torch_error"])
+        assert check["ratio"] <= 1.5
+        assert 0 < check["error"] < 0.02
+
+
+@pytest.mark.parametrize("command", ["run", "ab"])
+def test_mxfp8(capsys: pytest.CaptureFixture[str], routing_file: str, command: str) -> None:
+    options = ["--precision", "mxfp8", "--shape", "128,256,8,2,128", "--routing", routing_file, "--tokens", "24"]
+    if command == "ab":
+        assert run_json(capsys, ["ab", "--plans", "all", "--iters", "1", *options])["bits_identical"] is True
+        return
+    report = run_json(capsys, ["run", *options])
+    assert (report["ok"], report["precision"]) == (True, "mxfp8")
+    assert {stage["name"] for stage in report["stages"]} == STAGES | BACKWARD_STAGES | {"quantize"}
+    for name, check in report["check"].items():
+        assert check["ratio"] <= 1.5
+        assert (0.02 < check["error"] < 0.1) == ("shared" not in name)
 
 
 def test_run_prints_progress_and_tables(capsys: pytest.CaptureFixture[str], routing_file: str) -> None:
@@ -170,12 +207,13 @@ def test_run_prints_progress_and_tables(capsys: pytest.CaptureFixture[str], rout
     out, err = capsys.readouterr()
     stages, checks = (part.splitlines() for part in out.split("\n\n"))
     assert stages[0].split()[:3] == ["stage", "pass", "kernel"]
-    assert {row.split()[0] for row in stages[1:-1]} == STAGES
+    assert {row.split()[0] for row in stages[1:-1] if row.split()[1] == "forward"} == STAGES
+    assert {row.split()[0] for row in stages[1:-1] if row.split()[1] == "backward"} == BACKWARD_STAGES
     assert {len(row) for row in stages[:-1]} == {len(stages[0])}  # numbers end in one column
     assert stages[-1].startswith("rows, MB, GFLOP")
-    assert checks[1].split()[0] == "output"
-    assert checks[1].split()[-1] == "ok"
-    assert "1.5" in checks[2]
+    assert {row.split()[0] for row in checks[1:-1]} == TENSORS
+    assert {row.split()[-1] for row in checks[1:-1]} == {"ok"}
+    assert "1.5" in checks[-1]
     assert "1 rank x 24 tokens" in err
     assert "checked" in err
 
@@ -209,22 +247,22 @@ def test_run_by_default_replays_the_shipped_capture(tmp_path: Path) -> None:
     assert report["shape"]["topk"] == routing.expert_ids.shape[3] >= 4
     assert min(report["num_tokens"]) >= 256
     assert report["routing"] == routing.source
-    assert {stage["name"] for stage in report["stages"]} == STAGES
-    assert report["check"]["output"]["ratio"] <= 1.5
+    assert {stage["name"] for stage in report["stages"]} == STAGES | BACKWARD_STAGES
+    assert all(check["ratio"] <= 1.5 for check in report["check"].values())
     assert done.stderr
 
 
 def test_run_exits_1_when_the_output_is_wrong(
     capsys: pytest.CaptureFixture[str], routing_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = mok_modular.testing.run_forward
+    real = mok_modular.testing.run_passes
 
-    def wrong(*args: Any) -> ForwardResult:
+    def wrong(*args: Any) -> PassesResult:
         result = real(*args)
         result.outputs[1][3] += 1
         return result
 
-    monkeypatch.setattr(mok_modular.testing, "run_forward", wrong)
+    monkeypatch.setattr(mok_modular.testing, "run_passes", wrong)
     report = run_json(capsys, ["run", "--routing", routing_file, *SMALL], exit_code=1)
     assert report["ok"] is False
     assert report["check"]["output"]["ratio"] > 1.5
@@ -237,7 +275,7 @@ def test_run_exits_1_on_nan_and_json_stays_strict(
     capsys: pytest.CaptureFixture[str], routing_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nan = TensorCheck(math.nan, 0.001, math.nan)
-    monkeypatch.setattr(mok_modular.testing, "check_forward", lambda *_: {"output": nan})
+    monkeypatch.setattr(mok_modular.testing, "check_passes", lambda *_: {"output": nan})
     report = run_json(capsys, ["run", "--routing", routing_file, *SMALL], exit_code=1)
     assert report["check"]["output"] == {"error": None, "torch_error": 0.001, "ratio": None}
 
@@ -245,10 +283,10 @@ def test_run_exits_1_on_nan_and_json_stays_strict(
 def test_a_broken_run_shows_its_waits_and_exits_1(
     capsys: pytest.CaptureFixture[str], routing_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stuck(*_: Any) -> ForwardResult:
+    def stuck(*_: Any) -> PassesResult:
         raise MoKDeadlockError("nobody will publish x_ready", [{"rank": 1, "edge": "x_ready", "have": 3}])
 
-    monkeypatch.setattr(mok_modular.testing, "run_forward", stuck)
+    monkeypatch.setattr(mok_modular.testing, "run_passes", stuck)
     assert main(["run", "--routing", routing_file, "--json", *SMALL]) == 1
     out, err = capsys.readouterr()
     assert json.loads(out)["ok"] is False
@@ -277,21 +315,22 @@ def test_ab_over_all_plans(capsys: pytest.CaptureFixture[str], routing_file: str
     assert all(plan["bits_identical"] for plan in report["plans"].values())
 
 
+@pytest.mark.parametrize("name", ["output", "d_router_weights", "d_routed_down", "d_shared_up"])
 def test_ab_exits_1_when_one_bit_differs(
-    capsys: pytest.CaptureFixture[str], routing_file: str, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], routing_file: str, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    real = mok_modular.testing.run_forward_plans
+    real = mok_modular.testing.run_passes_plans
 
-    def flipped(*args: Any) -> list[ForwardResult]:
+    def flipped(*args: Any) -> list[PassesResult]:
         results = real(*args)
-        results[-1].outputs[0].view(torch.int16)[5, 7] ^= 1
+        results[-1].tensors[name][0].view(torch.int16)[-1, 1] ^= 1
         return results
 
-    monkeypatch.setattr(mok_modular.testing, "run_forward_plans", flipped)
+    monkeypatch.setattr(mok_modular.testing, "run_passes_plans", flipped)
     argv = ["ab", "--iters", "1", "--routing", routing_file, *SMALL]
     report = run_json(capsys, argv, exit_code=1)
     assert report["bits_identical"] is False
-    assert report["differing"] == ["output"]
+    assert report["differing"] == [name]
     assert main(argv) == 1
     out = capsys.readouterr().out
     assert [line.split()[0] for line in out.splitlines() if "DIFFER" in line] == ["split", "split/fused"]
@@ -457,7 +496,7 @@ def test_surplus_ranks_go_on_where_the_captured_ones_stopped(routing_file: str) 
     stream = routing.expert_ids[:, 1].flatten(0, 1)
     assert torch.equal(workload.expert_ids[1], stream[:20])
     assert torch.equal(workload.expert_ids[3], stream[20:40])
-    with pytest.raises(ValueError, match="need 50 tokens of each captured rank; the routing holds 48"):
+    with pytest.raises(ValueError, match="need 50 tokens of each captured rank; the routing holds 48 of rank 0"):
         Workload.from_routing(routing, shape, num_ranks=4, num_tokens=25)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mok_modular.config import MoEShape
 from mok_modular.routing import Routing, load_routing, save_routing
 
 
@@ -34,6 +35,31 @@ def test_a_view_is_saved_without_what_it_is_a_view_of(tmp_path: Path) -> None:
     weights = torch.zeros(100000, 1, 3, 2)
     save_routing(tmp_path / "routing.pt", Routing(ids[:, :1, :3], weights[:1], 4, "a contiguous view"))
     assert (tmp_path / "routing.pt").stat().st_size < 5000
+
+
+def test_numbers_of_tokens_and_the_shape_are_kept(tmp_path: Path) -> None:
+    routing = small_routing()
+    shape = MoEShape("layer", 64, 128, num_experts=4, topk=2)
+    counts = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32)
+    ids = routing.expert_ids.masked_fill((torch.arange(3) >= counts[..., None])[..., None], -1)
+    uneven = replace(routing, expert_ids=ids, num_tokens=counts, shape=shape)
+    save_routing(tmp_path / "routing.pt", uneven)
+    loaded = load_routing(tmp_path / "routing.pt")
+    assert torch.equal(loaded.num_tokens, counts)
+    assert loaded.shape == shape
+    assert torch.equal(routing.num_tokens, torch.full((2, 2), 3, dtype=torch.int32))
+    first_ids, first_weights = loaded.of_rank(0)
+    assert torch.equal(first_ids, routing.expert_ids[0, 0])
+    assert torch.equal(first_weights, routing.router_weights[0, 0])
+    assert torch.equal(loaded.of_rank(1)[0], torch.cat([routing.expert_ids[0, 1, :1], routing.expert_ids[1, 1, :2]]))
+
+    with pytest.raises(ValueError, match="-1 behind the last token"):
+        replace(routing, num_tokens=counts)
+    for wrong in (counts[:1], counts.long(), counts + 1, counts - 1):
+        with pytest.raises(ValueError, match="num_tokens must be"):
+            replace(uneven, num_tokens=wrong)
+    with pytest.raises(ValueError, match="E and K, 4 and 2"):
+        replace(uneven, shape=replace(shape, topk=3))
 
 
 def test_load_and_imbalance_count_routes() -> None:
@@ -87,8 +113,8 @@ def test_load_names_a_wrong_version_and_damage(tmp_path: Path) -> None:
         return load_routing(path)
 
     assert load_with().num_experts == 4
-    with pytest.raises(ValueError, match="version 2; this library reads version 1"):
-        load_with(version=2)
+    with pytest.raises(ValueError, match="version 3; this library reads versions 1 and 2"):
+        load_with(version=3)
     with pytest.raises(ValueError, match=r"damaged routing file.*expert_ids"):
         load_with(expert_ids=None)
     with pytest.raises(ValueError, match=r"damaged routing file.*out of range"):

@@ -7,12 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SMALL_RING, build, forward, make_workload, run, same_bits, workspace_for
+from helpers import (
+    SMALL_RING,
+    assert_same,
+    backward,
+    build,
+    forward,
+    make_workload,
+    recompute,
+    run_both,
+    same_bits,
+    workspace_for,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mok_modular import LocalGroup, MoKConfig, MoKDeadlockError, MoKSchedule, functional
+from mok_modular import LocalGroup, MoKConfig, MoKDeadlockError, MoKForwardContext, MoKSchedule, functional
 
 NUM_RANKS = 3
 CONFIG = MoKConfig(**SMALL_RING)
@@ -27,20 +38,23 @@ WORKLOADS = [
 MOST_TOKENS = 120
 
 
-def expected_outputs() -> list[list[Tensor]]:
+def expected() -> list[list[dict[str, Tensor]]]:
+    """Output and gradients of every workload alone, by rank."""
     if not _expected:
-        for workload in WORKLOADS:
-            _expected.append(list(run(workload, CONFIG).split([len(x) for x in workload.x])))
+        _expected.extend(run_both(workload, CONFIG) for workload in WORKLOADS)
     return _expected
 
 
-_expected: list[list[Tensor]] = []
+_expected: list[list[dict[str, Tensor]]] = []
 
 indices = st.integers(0, len(WORKLOADS) - 1)
 actions = st.one_of(
     st.tuples(st.just("build"), indices),
     st.tuples(st.just("forward"), indices, st.sampled_from(MODES), st.booleans()),
     st.tuples(st.just("forward"), indices, st.sampled_from(MODES), st.booleans()),
+    st.tuples(st.just("backward"), indices, st.sampled_from(MODES)),
+    st.tuples(st.just("backward"), indices, st.sampled_from(MODES)),
+    st.tuples(st.just("recompute"), indices, st.sampled_from(MODES)),
     st.tuples(st.just("reset")),
     st.tuples(st.just("grow"), st.integers(0, 40)),
     st.tuples(st.just("wrong ids"), st.integers(0, NUM_RANKS - 1)),
@@ -55,6 +69,7 @@ class Player:
         self.rank = member.rank()
         self.workspace = workspace_for(WORKLOADS[0], member, CONFIG, num_local_tokens=MOST_TOKENS)
         self.schedules: dict[int, MoKSchedule] = {}
+        self.contexts: dict[int, tuple[MoKSchedule, MoKForwardContext]] = {}
 
     def build(self, i: int) -> None:
         self.schedules[i] = build(WORKLOADS[i], self.workspace, CONFIG)
@@ -64,8 +79,27 @@ class Player:
         if i not in self.schedules:
             self.build(i)
         config = dataclasses.replace(CONFIG, mode=mode)
-        output, _ = forward(WORKLOADS[i], self.workspace, config, self.schedules[i], save_context=save_context)
-        assert same_bits(output, expected_outputs()[i][self.rank])
+        output, context = forward(WORKLOADS[i], self.workspace, config, self.schedules[i], save_context=save_context)
+        assert same_bits(output, expected()[i][self.rank]["output"])
+        if save_context:
+            self.contexts[i] = self.schedules[i], context
+
+    def recompute(self, i: int, mode: str) -> None:
+        if i not in self.schedules:
+            self.build(i)
+        config = dataclasses.replace(CONFIG, mode=mode)
+        self.contexts[i] = (
+            self.schedules[i],
+            recompute(WORKLOADS[i], self.workspace, config, self.schedules[i]),
+        )
+
+    def backward(self, i: int, mode: str) -> None:
+        """With the context that was made last for it, however long ago and however often it was used."""
+        if i not in self.contexts:
+            self.forward(i, mode, True)
+        config = dataclasses.replace(CONFIG, mode=mode)
+        found = backward(WORKLOADS[i], self.workspace, config, *self.contexts[i])
+        assert_same(found, expected()[i][self.rank], without=("output",))
 
     def wrong_ids(self, at_rank: int) -> None:
         ids = WORKLOADS[0].expert_ids[self.rank] if self.rank != at_rank else torch.full((1, 2), 99)
@@ -89,7 +123,7 @@ class Player:
 @given(st.lists(actions, min_size=1, max_size=14), st.sampled_from(["round_robin", "random", "last_first"]))
 @settings(max_examples=80)
 def test_any_sequence(sequence: list[tuple[Any, ...]], order: str) -> None:
-    expected_outputs()
+    expected()
 
     def step(member: Any) -> None:
         player = Player(member)
@@ -103,5 +137,6 @@ def test_any_sequence(sequence: list[tuple[Any, ...]], order: str) -> None:
             else:
                 getattr(player, name.replace(" ", "_"))(*arguments)
         player.forward(0, "fused", True)
+        player.backward(0, "split")
 
     LocalGroup(NUM_RANKS, order=order).run(step)

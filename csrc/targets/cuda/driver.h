@@ -5,6 +5,7 @@
 #include "stages/combine.h"
 #include "stages/dispatch.h"
 #include "stages/publish.h"
+#include "stages/quantize.h"
 #include "stages/reduce.h"
 #include "stages/swiglu.h"
 #include "targets/cuda/worker.h"
@@ -77,6 +78,9 @@ MOK_DEVICE void run_tasks(const Args& args, const Launch& launch, Worker& worker
     }
     if constexpr (holds(kGroup, Stage::swiglu)) {
       if (task.stage == Stage::swiglu) is_running = run_tile<Swiglu>(args, worker, task);
+    }
+    if constexpr (holds(kGroup, Stage::quantize)) {
+      if (task.stage == Stage::quantize) is_running = run_tile<Quantize>(args, worker, task);
     }
     if constexpr (holds(kGroup, Stage::combine)) {
       if (task.stage == Stage::combine)

@@ -6,6 +6,7 @@
 #include "stages/dispatch.h"
 #include "stages/grouped_gemm.h"
 #include "stages/publish.h"
+#include "stages/quantize.h"
 #include "stages/reduce.h"
 #include "stages/reverse_combine.h"
 #include "stages/reverse_dispatch.h"
@@ -37,8 +38,11 @@ bool run_tile(const Args& args, Worker& worker, const TaskOfStage& task) {
   const long long begin = host::now_ns();
   S::tile(args, worker, task);
   worker.stats(S::kStage).busy_ns += host::now_ns() - begin;
-  worker.count(S::kStage, S::cost(args.call, task));
+  const Cost cost = S::cost(args.call, task);
+  worker.count(S::kStage, cost);
+  worker.trace_work(cost);
   S::publishes(args, task, signals);
+  worker.trace_publish();
   return true;
 }
 
@@ -61,8 +65,11 @@ bool run_gemm(const Args& args, Worker& worker, const Task& task) {
   Signals<Worker> signals(args, worker);
   if (!S::needs(args, task, signals)) return false;
   multiply_tile(args.call, worker, task, S{});
-  worker.count(S::kStage, S::cost(args.call, task));
+  const Cost cost = S::cost(args.call, task);
+  worker.count(S::kStage, cost);
+  worker.trace_work(cost);
   S::publishes(args, task, signals);
+  worker.trace_publish();
   return true;
 }
 
@@ -119,6 +126,9 @@ void run_tasks(const Args& args, const Launch& launch, Worker& worker) {
     }
     if constexpr (holds(kGroup, Stage::reverse_dispatch)) {
       if (task.stage == Stage::reverse_dispatch) is_running = run_tile<ReverseDispatch>(args, worker, task);
+    }
+    if constexpr (holds(kGroup, Stage::quantize)) {
+      if (task.stage == Stage::quantize) is_running = run_tile<Quantize>(args, worker, task);
     }
     if constexpr (holds(kGroup, Stage::wgrad)) {
       if (task.stage == Stage::wgrad) is_running = run_gemm<Wgrad>(args, worker, task);

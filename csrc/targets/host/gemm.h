@@ -17,6 +17,7 @@ struct OneLane {
   static constexpr int kNum = 32;
   int32 column(int32 i) const { return i; }
   bool is_first() const { return true; }
+  uint32 max(uint32 value) const { return value; }
   float sum(const float (&values)[kNum]) const { return sum_of_columns(values); }
 };
 
@@ -33,14 +34,16 @@ struct GemmScratch {
 GemmScratch& gemm_scratch();
 
 // Time and rows of one plane. A stage that lives in the epilogue gets its share, so that tables show it in every plan.
+// Rows are counted with one plane of a tile, and with one column tile of a row block.
 struct PlaneStages {
   Stage element, store;
+  bool counts_rows;
 };
 inline void count_plane(Worker& worker, const Task& task, const GemmTile& tile, const PlaneStages& stages, Stage own,
                         long long begin, long long element_end, long long store_end) {
   worker.stats(stages.element).busy_ns += element_end - begin;
   worker.stats(stages.store).busy_ns += store_end - element_end;
-  const int64 rows = task.part == 0 ? tile.num_rows : 0;
+  const int64 rows = task.part == 0 && stages.counts_rows ? tile.num_rows : 0;
   const int64 bytes = int64{tile.num_rows} * tile.num_cols * static_cast<int64>(sizeof(bf16));
   if (stages.element != own) worker.count(stages.element, Cost{rows, bytes, 0});
   if (stages.store != own) worker.count(stages.store, Cost{rows, bytes, 0});
@@ -87,7 +90,7 @@ void gemm_tile(const Call& call, Worker& worker, const Task& task) {
   while (!planes.is_empty()) {
     const Plane plane = planes.pop();
     const PlaneStages stages{S::kStage == Stage::gate_up && plane == Plane::hidden ? Stage::swiglu : S::kStage,
-                             S::kStage == Stage::down && is_combine_in_down(call) ? Stage::combine : S::kStage};
+                             S::kStage == Stage::down && is_combine_in_down(call) ? Stage::combine : S::kStage, true};
     store_plane<S>(call, worker, task, tile, S::plane_rows(call, task, plane), stages,
                    [&](int row, int col, bf16(&out)[OneLane::kNum]) {
                      float acc0[OneLane::kNum], acc1[OneLane::kNum] = {};
@@ -119,7 +122,7 @@ void dgrad_tile(const Call& call, Worker& worker, const Task& task) {
     const bool is_swiglu = S::kStage == Stage::down_dgrad && S::is_swiglu_backward_here(call);
     const bool is_pushed = S::kStage == Stage::gate_up_dgrad && is_reverse_dispatch_in_gate_up_dgrad(call);
     const PlaneStages stages{is_swiglu ? Stage::swiglu_backward : S::kStage,
-                             is_pushed ? Stage::reverse_dispatch : S::kStage};
+                             is_pushed ? Stage::reverse_dispatch : S::kStage, i == 0};
     store_plane<S>(call, worker, task, tile, S::plane_rows(call, task, plane), stages,
                    [&](int row, int col, bf16(&out)[OneLane::kNum]) {
                      float sums[OneLane::kNum];

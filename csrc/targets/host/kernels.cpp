@@ -25,6 +25,7 @@ namespace mok::kernels {
   DO(swiglu_backward)           \
   DO(gate_up_dgrad)             \
   DO(reverse_dispatch)          \
+  DO(quantize)                  \
   DO(wgrad)
 MOK_PLAIN_STAGES(MOK_DECLARE)
 MOK_WINDOWED_STAGES(MOK_DECLARE)

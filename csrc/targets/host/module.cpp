@@ -11,6 +11,7 @@
 
 #include "targets/host/gemm.h"
 #include "targets/host/kernels.h"
+#include "targets/host/swapped.h"
 #include "targets/host/workspace.h"
 
 namespace nb = nanobind;
@@ -18,7 +19,8 @@ using namespace nb::literals;
 
 namespace mok::host {
 void bind_cuda(nb::module_& m);
-}
+void bind_mxfp8(nb::module_& m);
+}  // namespace mok::host
 
 namespace mok::kernels {
 void ring_block(const Call& call, int32 block, int32* table);
@@ -61,6 +63,8 @@ Tensors make_tensors(const Pointers& p) {
   t.w_routed_gate = take<bf16>(p, "w_routed_gate");
   t.w_routed_up = take<bf16>(p, "w_routed_up");
   t.w_routed_down = take<bf16>(p, "w_routed_down");
+  t.w_dgrad_gate = take<bf16>(p, "w_dgrad_gate");
+  t.w_dgrad_up = take<bf16>(p, "w_dgrad_up");
   t.top_experts = take<int32>(p, "top_experts");
   t.output = take<bf16>(p, "output");
   t.context_x = take<bf16>(p, "context_x");
@@ -90,7 +94,7 @@ Tensors make_tensors(const Pointers& p) {
 }
 
 const char* reason_name(Reason reason) {
-  constexpr const char* kNames[] = {"ok", "deadlock", "timeout", "mismatch", "interrupted"};
+  constexpr const char* kNames[] = {"ok", "deadlock", "timeout", "mismatch", "interrupted", "surplus", "swapped"};
   return kNames[static_cast<int>(reason)];
 }
 
@@ -141,6 +145,19 @@ Stage stage_by_name(const std::string& name) {
   throw nb::value_error(("no stage has the name '" + name + "'").c_str());
 }
 
+Fault make_fault(const nb::dict& d) {
+  Fault fault;
+  fault.kind = fault_kind_by_name(nb::cast<std::string>(d["kind"]));
+  if (d.contains("edge")) fault.edge = edge_by_name(nb::cast<std::string>(d["edge"]));
+  if (d.contains("stage")) fault.stage = stage_by_name(nb::cast<std::string>(d["stage"]));
+  fault.rank = nb::cast<int>(d["rank"]);
+  fault.dst_rank = nb::cast<int>(d["dst_rank"]);
+  fault.index = nb::cast<long long>(d["index"]);
+  fault.after = nb::cast<long long>(d["after"]);
+  fault.amount = nb::cast<double>(d["amount"]);
+  return fault;
+}
+
 CallKind call_kind_by_name(const std::string& name) {
   if (name == "schedule") return CallKind::schedule;
   for (const CallKind kind :
@@ -151,7 +168,8 @@ CallKind call_kind_by_name(const std::string& name) {
 
 nb::dict run(Workspace& workspace, std::vector<RankProgram*> programs, const std::string& order,
              unsigned long long seed, bool use_threads, double timeout_s, double start_timeout_s,
-             const std::vector<std::tuple<std::string, int, int, long long>>& lost_signals) {
+             const std::vector<std::tuple<std::string, int, int, long long>>& lost_signals, const nb::list& planted,
+             bool is_traced, long long trace_begin, long long trace_capacity) {
   Options options;
   if (order != "round_robin" && order != "random" && order != "last_first")
     throw nb::value_error("order must be 'round_robin', 'random' or 'last_first'");
@@ -162,10 +180,16 @@ nb::dict run(Workspace& workspace, std::vector<RankProgram*> programs, const std
   options.start_timeout_s = start_timeout_s;
   std::vector<Fault> faults;
   for (const auto& [edge, rank, dst_rank, index] : lost_signals)
-    faults.push_back(Fault{edge_by_name(edge), rank, dst_rank, index});
+    faults.push_back(Fault{Fault::Kind::drop, edge_by_name(edge), Stage::publish, rank, dst_rank, index});
+  for (const nb::handle fault : planted) faults.push_back(make_fault(nb::cast<nb::dict>(fault)));
+  options.is_traced = is_traced;
+  options.trace_begin = trace_begin;
+  options.trace_capacity = trace_capacity;
   std::vector<RankProgram> ranks;
   for (std::size_t rank = 0; rank < programs.size(); ++rank) {
     ranks.push_back(*programs[rank]);
+    // The caller's functions are held for this run alone: a failed one can lead back to its program.
+    for (LaunchSpec& spec : programs[rank]->launches) spec.swapped = nullptr;
     ranks.back().call.regions = workspace.table(static_cast<int>(rank));
     std::copy_n(ranks.back().call.regions + rank * kNumRegions, kNumRegions, ranks.back().call.own);
     ranks.back().call.place_input();
@@ -191,7 +215,16 @@ nb::dict run(Workspace& workspace, std::vector<RankProgram*> programs, const std
   out["reason"] = reason_name(result.reason);
   out["waits"] = waits;
   out["stats"] = stats;
+  nb::list held;
+  for (const WaitRecord& worker : result.held) held.append(to_dict(worker));
+  out["held"] = held;
   out["num_switches"] = result.num_switches;
+  if (is_traced) {
+    out["trace"] =
+        nb::bytes(reinterpret_cast<const char*>(result.trace.data()), result.trace.size() * sizeof(TraceRecord));
+    out["num_dropped"] = result.num_dropped;
+    out["trace_end"] = result.trace_end;
+  }
   return out;
 }
 
@@ -214,6 +247,8 @@ void bind_shape(nb::module_& m) {
       .def_rw("is_minibatch_grain", &Shape::is_minibatch_grain)
       .def_rw("is_serial_ring", &Shape::is_serial_ring)
       .def_rw("has_backward", &Shape::has_backward)
+      .def_rw("is_mxfp8", &Shape::has_mxfp8_operands)
+      .def_rw("is_mxfp8_wire", &Shape::has_mxfp8_wire)
       .def_prop_ro("max_generations", &Shape::max_generations)
       .def_prop_ro("max_windows", &Shape::max_windows)
       .def("region_bytes", [](const Shape& s) {
@@ -252,7 +287,8 @@ void bind_program(nb::module_& m) {
       .def(
           "add_launch",
           [](RankProgram& self, const std::string& name, unsigned group, const std::string& stage, int generation,
-             bool has_prologue, bool is_last_group, bool is_join, int stream, int num_workers, int num_comm_workers) {
+             bool has_prologue, bool is_last_group, bool is_join, int stream, int num_workers, int num_comm_workers,
+             nb::object swapped) {
             LaunchSpec spec;
             spec.name = name;
             spec.launch.group = group;
@@ -261,16 +297,22 @@ void bind_program(nb::module_& m) {
             spec.launch.has_prologue = has_prologue;
             spec.launch.is_last_group = is_last_group;
             spec.launch.launch_idx = static_cast<int32>(self.launches.size());
-            spec.kernel = find_kernel(group, spec.launch.stage);
+            spec.kernel =
+                swapped.is_none() ? find_kernel(group, spec.launch.stage) : find_swapped_kernel(stage_by_name(stage));
             if (!spec.kernel) throw nb::value_error(("the host target has no kernel '" + name + "'").c_str());
             spec.is_join = is_join;
             spec.stream = stream;
             spec.num_workers = num_workers;
             spec.num_comm_workers = num_comm_workers;
+            if (!swapped.is_none())
+              spec.swapped = [swapped] {
+                const nb::gil_scoped_acquire acquire;
+                return nb::cast<bool>(swapped());
+              };
             self.launches.push_back(spec);
           },
           "name"_a, "group"_a, "stage"_a, "generation"_a, "has_prologue"_a, "is_last_group"_a, "is_join"_a, "stream"_a,
-          "num_workers"_a, "num_comm_workers"_a);
+          "num_workers"_a, "num_comm_workers"_a, "swapped"_a = nb::none());
 }
 
 // One grouped GEMM on one core, for benchmarks: rows x cols x k, once.
@@ -336,8 +378,10 @@ NB_MODULE(_host, m) {
           "rank"_a, "name"_a);
   bind_program(m);
   bind_cuda(m);
+  bind_mxfp8(m);
   m.def("run", &run, "workspace"_a, "programs"_a, "order"_a, "seed"_a, "use_threads"_a, "timeout_s"_a,
-        "start_timeout_s"_a, "lost_signals"_a = std::vector<std::tuple<std::string, int, int, long long>>{});
+        "start_timeout_s"_a, "lost_signals"_a = std::vector<std::tuple<std::string, int, int, long long>>{},
+        "faults"_a = nb::list(), "is_traced"_a = false, "trace_begin"_a = 0, "trace_capacity"_a = 1 << 16);
   m.def("gemm", &gemm, "a"_a, "b"_a, "out"_a, "num_rows"_a, "num_cols"_a, "k"_a,
         nb::call_guard<nb::gil_scoped_release>());
   m.def("ring_table", &ring_table, "shape"_a, "num_rows"_a,
@@ -345,6 +389,17 @@ NB_MODULE(_host, m) {
         "blocks that the macrobatch has in the slot).");
   m.def("worst_case_rows", &worst_case_rows, "num_routes"_a, "num_local_experts"_a, "row_block"_a);
   m.def("num_counts", [] { return static_cast<int>(kNumCounts); });
+  m.def("stage_names", [] {
+    std::vector<std::string> names;
+    for (int i = 0; i < kNumStages; ++i) names.push_back(stage_name(static_cast<Stage>(i)));
+    return names;
+  });
+  m.def("cross_rank_edges", [] {
+    std::vector<std::string> names;
+    for (int i = 0; i < kNumEdges; ++i)
+      if (is_cross_rank(static_cast<Edge>(i))) names.push_back(edge_name(static_cast<Edge>(i)));
+    return names;
+  });
   m.def("edge_names", [] {
     std::vector<std::string> names;
     for (int i = 0; i < kNumEdges; ++i) names.push_back(edge_name(static_cast<Edge>(i)));

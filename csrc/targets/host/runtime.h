@@ -7,14 +7,21 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
+#include "targets/host/faults.h"
 #include "targets/host/worker.h"
 
 namespace mok::host {
+
+// What counters hold where waits are satisfied beforehand: above every count of arrivals.
+constexpr Word kPlenty = Word{1} << 40;
 
 using Kernel = void (*)(const Args& args, const Launch& launch, Worker& worker);
 
@@ -26,6 +33,7 @@ struct LaunchSpec {
   bool is_join = false;  // starts after everything launched before it, on both streams
   int num_workers = 1;   // compute workers, or all of them where roles do not matter
   int num_comm_workers = 0;
+  std::function<bool()> swapped;  // what does the work of a swapped stage
 };
 
 struct RankProgram {
@@ -40,17 +48,12 @@ struct Options {
   unsigned long long seed = 0;
   bool use_threads = false;
   double timeout_s = 10.0, start_timeout_s = 300.0;  // threads only; 0: for ever
+  bool is_traced = false;
+  long long trace_begin = 0;           // steps of the calls before
+  long long trace_capacity = 1 << 16;  // records a worker
 };
 
-// A signal that is lost on its way: for tests of what a user then gets to see.
-struct Fault {
-  Edge edge;
-  int rank;         // that publishes
-  int dst_rank;     // -1: any
-  long long index;  // -1: any
-};
-
-enum class Reason { none, deadlock, timeout, mismatch, interrupted };
+enum class Reason { none, deadlock, timeout, mismatch, interrupted, surplus, swapped };
 
 // One row of the table of waits.
 struct WaitRecord {
@@ -72,8 +75,12 @@ struct KernelStats {
 struct Result {
   Reason reason = Reason::none;
   std::vector<WaitRecord> waits;                // the first is the one that gave up
+  std::vector<WaitRecord> held;                 // workers that stood still without a wait
   std::vector<std::vector<KernelStats>> stats;  // by rank
   long long num_switches = 0;
+  std::vector<TraceRecord> trace;
+  long long num_dropped = 0;  // records
+  long long trace_end = 0;    // steps
 };
 
 class Runtime {
@@ -84,27 +91,41 @@ class Runtime {
   }
   virtual ~Runtime() = default;
   virtual void run() = 0;
-  Result take_result() { return std::move(result_); }
+  Result take_result();
   void interrupt() { is_interrupted_.store(true); }
 
   // Called by workers.
   virtual void yield(Worker& worker) = 0;
   virtual bool pause(Worker& worker, const Args& args, const Wait& wait) = 0;
   virtual void park(Worker& worker, const Wait& wait) = 0;
+  virtual long long trace_now(const Worker& worker) const = 0;
   void record_wait(const Worker& worker, const Wait& wait);
   void abort(Reason reason, const Args& args);
-  bool is_lost(Edge edge, int rank, long long index, int dst_rank) const;
+  // Planted faults; true, and nothing done, where there are none.
+  bool may_publish(Worker& worker, Edge edge, long long index, int dst_rank);
+  // Runs a function that needs a whole stack.
+  virtual void call_out(const std::function<void()>& function) = 0;
+  bool run_swapped_stage(const Worker& worker, const Args& args);
+  void before_draw(Worker& worker);
+  void before_task(Worker& worker);
+  const Options& options() const { return options_; }
 
  protected:
+  // Suspends the worker for so many steps (fibers) or seconds (threads); 0: until the call is aborted.
+  virtual void hold(Worker& worker, double amount) = 0;
+  void stand_still(Worker& worker, double amount);
+  static WaitRecord record_of(const Worker& worker);
+  void find_surplus();
   void run_worker(const LaunchSpec& spec, Worker& worker);
   Worker make_worker(const LaunchSpec& spec, int rank, int index);
   static int total_workers(const LaunchSpec& spec) { return spec.num_workers + spec.num_comm_workers; }
 
   std::vector<RankProgram>& programs_;
   Options options_;
-  std::vector<Fault> faults_;
+  Faults faults_;
   std::mutex mutex_;
   Result result_;
+  std::unordered_map<const Word*, std::pair<int, CountedWait>> counted_;  // with the rank
   std::atomic<bool> is_aborting_{false}, is_interrupted_{false};
 };
 

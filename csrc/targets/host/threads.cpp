@@ -33,6 +33,19 @@ class ThreadRuntime final : public Runtime {
 
   void yield(Worker&) override { last_progress_ns_.store(now_ns(), std::memory_order_relaxed); }
   void park(Worker& worker, const Wait&) override { wait_clock(worker) = 0; }
+  long long trace_now(const Worker&) const override { return now_ns(); }
+
+  void call_out(const std::function<void()>& function) override { function(); }
+
+  void hold(Worker& worker, double amount) override {
+    // A rank that hangs where nobody waits for it still ends the call.
+    const double limit_s = amount > 0 ? amount : options_.timeout_s > 0 ? 3 * options_.timeout_s : 1e9;
+    const long long end = now_ns() + static_cast<long long>(limit_s * 1e9);
+    while (now_ns() < end && !is_aborting_.load() && !is_interrupted_.load())
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    if (amount <= 0 && !is_aborting_.load())
+      abort(Reason::timeout, Args(programs_[static_cast<std::size_t>(worker.rank())].call));
+  }
 
   bool pause(Worker& worker, const Args& args, const Wait& wait) override {
     if (is_aborting_.load()) return false;

@@ -7,8 +7,10 @@
 #include <chrono>
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "stages/stage.h"
+#include "trace.h"
 
 namespace mok::host {
 
@@ -23,6 +25,16 @@ struct StageStats {
     busy_ns += other.busy_ns;
     wait_ns += other.wait_ns;
   }
+};
+
+// A wait for arrivals that has ended: the counter must hold just as many when the call is over.
+struct CountedWait {
+  Task task;
+  Edge edge;
+  int64 index;
+  const Word* word;
+  Word want;
+  Word have() const { return load_relaxed(word); }
 };
 
 inline long long now_ns() {
@@ -77,13 +89,22 @@ class Worker {
   void fail(const Args& args, const Wait& wait);  // the peer makes another call
   bool may_publish(Edge edge, int64 index, int32 dst_rank);
   // Python checks both here: ids before the call, counts after it.
+  // The launch's own function in place of tiles; false: it failed, and the call was aborted.
+  bool call_out(const Args& args);
   void report_invalid_id(const Args&) {}
   void report_overflow(const Args&, int64 /*want*/) {}
   void report_abort(const Args&) {}  // the run's result says it
 
   // ---- trace ----
-  void begin_task(const Task& task) { task_ = task; }
+  void begin_task(const Task& task);
   const Task& task() const { return task_; }
+  // Behind a tile and behind its signals; nothing where no trace is kept.
+  void trace_work(const Cost& cost) {
+    if (is_traced_) record_work(cost);
+  }
+  void trace_publish() {
+    if (is_traced_) record_publish();
+  }
   SeenRanks seen_inputs, seen_dones;  // of this call
 
   StageStats& stats(Stage stage) { return stats_[static_cast<int>(stage)]; }
@@ -96,6 +117,11 @@ class Worker {
 
  private:
   friend class Runtime;
+  friend class FiberRuntime;
+  void record(TraceKind kind, const Wait* wait, bool is_closed);
+  void record_work(const Cost& cost);
+  void record_publish();
+
   Runtime& runtime_;
   int rank_, index_, num_workers_;
   Role role_;
@@ -103,6 +129,13 @@ class Worker {
   Task task_;
   long long wait_started_ns_ = 0;
   StageStats stats_[kNumStages];
+  bool is_traced_ = false;
+  int launch_idx_ = 0;
+  long long steps_ = 0;      // logical time of a fiber
+  long long last_mark_ = 0;  // where the interval at hand begins
+  std::vector<TraceRecord> trace_;
+  long long num_dropped_ = 0;
+  std::vector<CountedWait> counted_;
 };
 
 }  // namespace mok::host

@@ -104,7 +104,6 @@ void Workspace::reset() {
 }
 
 void Workspace::satisfy(uint32 fingerprint) {
-  constexpr Word kPlenty = Word{1} << 40;  // above every count of arrivals
   constexpr Edge kCounters[] = {Edge::x_ready,   Edge::gate_up_ready,       Edge::hidden_ready, Edge::y_ready,
                                 Edge::slot_free, Edge::shared_hidden_ready, Edge::shared_ready, Edge::published};
   for (int rank = 0; rank < num_ranks_; ++rank) {

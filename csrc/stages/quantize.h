@@ -1,0 +1,115 @@
+// quantize: the operands of the routed weight gradients in MXFP8, with one scale for 32 rows of a column.
+//
+// A weight gradient sums over rows, so its operands need scales along the rows; all others have theirs along the columns.
+// x, d_y, d_gate and d_up come as they are after that first quantization, so it does not matter whether tokens travelled
+// in BF16 or in MXFP8. Weight * h comes in BF16. On targets that multiply BF16, what is stored is again the values.
+//
+// No memory of their own: each takes the place of something in the ring that is used up once swiglu_backward of the row
+// block is done. The context and what a dgrad apart saves are not touched.
+#pragma once
+
+#include "mxfp8.h"
+#include "stages/swiglu_backward.h"
+
+namespace mok {
+
+static_assert(kElementRows == kMxBlock, "a task holds whole blocks");
+
+// What routed weight gradients multiply.
+enum class GradientOperand : int32 { x, d_y, d_gate, d_up, hidden };
+constexpr int kNumGradientOperands = 5;
+
+MOK_DEVICE int32 operand_width(const Call& call, GradientOperand operand) {
+  const bool is_wide = operand == GradientOperand::x || operand == GradientOperand::d_y;
+  return is_wide ? call.shape.hidden_size : call.shape.intermediate_size;
+}
+MOK_DEVICE bf16* operand_row(const Call& call, GradientOperand operand, int32 block, int32 row_in_block) {
+  switch (operand) {
+    case GradientOperand::x:
+      return x_row(call, block, row_in_block);
+    case GradientOperand::d_y:
+      return d_y_row(call, block, row_in_block);
+    case GradientOperand::d_gate:
+      return d_gate_row(call, block, row_in_block);
+    case GradientOperand::d_up:
+      return d_up_row(call, block, row_in_block);
+    default:
+      return hidden_row(call, block, row_in_block);
+  }
+}
+// The same, quantized along the rows. gate_up has read x, down_dgrad d_y, swiglu_backward gate and up: they give way.
+// gate_up_dgrad may not have read d_gate and d_up yet.
+MOK_DEVICE bf16* columnwise_row(const Call& call, GradientOperand operand, int32 block, int32 row_in_block) {
+  constexpr Region kRegions[kNumGradientOperands] = {Region::ring_x, Region::ring_d_y, Region::ring_gate,
+                                                     Region::ring_up, Region::ring_hidden};
+  return ring_row(call, kRegions[static_cast<int>(operand)], nullptr, operand_width(call, operand), block,
+                  row_in_block);
+}
+
+// 32 rows of `width` columns, the values after quantization along the rows; in place too.
+template <class Worker>
+MOK_DEVICE void round_trip_columns(Worker& worker, const bf16* from, bf16* to, int32 width) {
+  const auto* source = reinterpret_cast<const bf16x8*>(from);
+  auto* dst = reinterpret_cast<bf16x8*>(to);
+  const int32 vectors = width / 8;
+  worker.for_each(vectors, [&](int32 i) {
+    // Twice through the rows, so that a thread keeps 8 maxima and not 256 values.
+    uint32 scale[8] = {};
+    for (int32 row = 0; row < kMxBlock; ++row) {
+      const bf16x8 vector = source[row * vectors + i];
+      MOK_UNROLL
+      for (int32 pair = 0; pair < 4; ++pair) {
+        scale[2 * pair] = max_of(scale[2 * pair], magnitude(low_half(vector.pairs[pair])));
+        scale[2 * pair + 1] = max_of(scale[2 * pair + 1], magnitude(high_half(vector.pairs[pair])));
+      }
+    }
+    MOK_UNROLL
+    for (int32 col = 0; col < 8; ++col) scale[col] = mx_scale(scale[col]);
+    for (int32 row = 0; row < kMxBlock; ++row) {
+      bf16x8 vector = source[row * vectors + i];
+      MOK_UNROLL
+      for (int32 pair = 0; pair < 4; ++pair)
+        vector.pairs[pair] = pack(round_trip(low_half(vector.pairs[pair]), scale[2 * pair]),
+                                  round_trip(high_half(vector.pairs[pair]), scale[2 * pair + 1]));
+      dst[row * vectors + i] = vector;
+    }
+  });
+}
+
+struct Quantize {
+  static constexpr Stage kStage = Stage::quantize;
+  static constexpr bool kIsCopyOnly = false;
+
+  // Everything that the block's weight gradients read is there, and what gives way is used up. A wgrad apart finds all of
+  // it in the caller's tensors.
+  template <class Worker>
+  MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
+    return !args.call.has_dgrad() ||
+           signals.wait_local(Edge::d_gate_up_ready, task.block, arrivals(Edge::d_gate_up_ready, args.call));
+  }
+
+  // Padding rows are zeros: they change no scale and stay zeros (NaN in a block with one).
+  template <class Worker>
+  MOK_DEVICE static void tile(const Args& args, Worker& worker, const Task& task) {
+    const Call& call = args.call;
+    const int32 first = task.part * kElementRows;
+    for (int32 i = 0; i < kNumGradientOperands; ++i) {
+      const auto operand = static_cast<GradientOperand>(i);
+      round_trip_columns(worker, operand_row(call, operand, task.block, first),
+                         columnwise_row(call, operand, task.block, first), operand_width(call, operand));
+    }
+  }
+
+  template <class Worker>
+  MOK_DEVICE static void publishes(const Args& args, const Task& task, Signals<Worker>& signals) {
+    SwigluBackward::say_segment_ready(args.call, task.block, signals);
+  }
+
+  MOK_DEVICE static Cost cost(const Call& call, const Task& task) {
+    const int64 rows = num_valid_rows(call, task.block, task.part * kElementRows, kElementRows);
+    const int64 columns = 2 * int64{call.shape.hidden_size} + 3 * int64{call.shape.intermediate_size};
+    return Cost{rows, 2 * rows * columns * int64{sizeof(bf16)}, 0};
+  }
+};
+
+}  // namespace mok
