@@ -106,6 +106,7 @@ def on_ranks(workload: Workload, num_ranks: int) -> Workload:
         x=spread(workload.x),
         expert_ids=spread(workload.expert_ids),
         router_weights=spread(workload.router_weights),
+        d_output=spread(workload.d_outputs()),
     )
 
 

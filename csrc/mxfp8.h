@@ -18,12 +18,12 @@ constexpr uint32 kE4m3Max = 0x7e, kE4m3Nan = 0x7f;
 constexpr uint32 kBf16Max = 0x7f7f, kBf16Inf = 0x7f80, kBf16Nan = 0x7fc0;
 
 // Magnitudes compare as integers: NaN above Inf above finite. The largest of a block is its amax.
-MOK_DEVICE uint32 magnitude(bf16 value) { return value.bits & 0x7fffu; }
-
-MOK_DEVICE uint32 max_magnitude(const bf16x8& vector) {
+MOK_DEVICE uint32 magnitude(uint32 bits) { return bits & 0x7fffu; }
+MOK_DEVICE uint32 magnitude(bf16 value) { return magnitude(uint32{value.bits}); }
+MOK_DEVICE uint32 max_magnitude(const Lanes8& lanes) {
   uint32 amax = 0;
   MOK_UNROLL
-  for (int32 i = 0; i < 4; ++i) amax = max_of(amax, max_of(vector.pairs[i] & 0x7fffu, vector.pairs[i] >> 16 & 0x7fffu));
+  for (int32 i = 0; i < 8; ++i) amax = max_of(amax, magnitude(lanes.bits[i]));
   return amax;
 }
 
@@ -36,20 +36,26 @@ MOK_DEVICE uint32 mx_scale(uint32 amax) {
   return amax > kBf16Inf ? kMxScaleNan : amax == kBf16Inf ? kMxScaleInf : finite;
 }
 
+// |value| / 2^(scale - 127), exactly; where that is beyond E4M3 at either end, something else beyond it. Not of an Inf.
+MOK_DEVICE float mx_quotient(uint32 amount, uint32 scale) {
+  const int32 exponent = static_cast<int32>(amount >> 7);
+  const int32 significand = static_cast<int32>(amount & 0x7fu) | (exponent > 0 ? 0x80 : 0);
+  const int32 shift = min_of(30, max_of(-30, max_of(exponent, 1) - static_cast<int32>(scale) - 7));
+  return static_cast<float>(significand) * bits_to_float(static_cast<uint32>(127 + shift) << 23);
+}
+// E4M3 keeps three bits of a normal number's mantissa. Below 2^-6 one step is 2^-9, the last bit of 2^14 as a float.
+constexpr uint32 kFirstDroppedBits = 0x7ffffu, kKeptBits = 0xfff00000u, k448 = 0x43e00000u;
+constexpr float kSmallestNormal = 0.015625f, kSubnormalRounder = 16384.0f;
+MOK_DEVICE uint32 add_half_of_dropped(uint32 bits) { return bits + kFirstDroppedBits + (bits >> 20 & 1u); }
+
 // value / 2^(scale - 127) to E4M3, nearest even, saturating. Keeps the sign of zero; NaN, or any value under a NaN
 // scale, is 0x7f.
 MOK_DEVICE uint32 to_e4m3(bf16 value, uint32 scale) {
   const uint32 amount = magnitude(value), sign = uint32{value.bits} >> 8 & 0x80u;
-  const int32 exponent = static_cast<int32>(amount >> 7);
-  const int32 significand = static_cast<int32>(amount & 0x7fu) | (exponent > 0 ? 0x80 : 0);
-  // The quotient is significand * 2^shift. Beyond the bounds it is zero or saturates all the same.
-  const int32 shift = min_of(30, max_of(-30, max_of(exponent, 1) - static_cast<int32>(scale) - 7));
-  const float quotient = static_cast<float>(significand) * bits_to_float(static_cast<uint32>(127 + shift) << 23);
-  // Normal numbers: three bits of the mantissa stay. Below 2^-6 one step is 2^-9, the last bit of 2^14 as a float.
-  const uint32 bits = float_to_bits(quotient);
-  const uint32 normal = ((bits + 0x7ffffu + (bits >> 20 & 1u)) >> 20) - (120u << 3);
-  const uint32 subnormal = float_to_bits(quotient + 16384.0f) - float_to_bits(16384.0f);
-  uint32 code = min_of(quotient < 0.015625f ? subnormal : normal, kE4m3Max);
+  const float quotient = mx_quotient(amount, scale);
+  const uint32 normal = (add_half_of_dropped(float_to_bits(quotient)) >> 20) - (120u << 3);
+  const uint32 subnormal = float_to_bits(quotient + kSubnormalRounder) - float_to_bits(kSubnormalRounder);
+  uint32 code = min_of(quotient < kSmallestNormal ? subnormal : normal, kE4m3Max);
   if (amount >= kBf16Inf) code = kE4m3Max;
   return amount > kBf16Inf || scale == kMxScaleNan ? kE4m3Nan : code | sign;
 }
@@ -76,29 +82,42 @@ MOK_DEVICE bf16 from_e4m3(uint32 code, uint32 scale) {
   return bf16{static_cast<uint16>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};  // below 2^-133 it rounds
 }
 
-// What is left of a value after quantization: what a target without block-scaled products multiplies.
-MOK_DEVICE bf16 round_trip(bf16 value, uint32 scale) { return from_e4m3(to_e4m3(value, scale), scale); }
-MOK_DEVICE bf16x8 round_trip(const bf16x8& vector, uint32 scale) {
-  bf16x8 result;
-  MOK_UNROLL
-  for (int32 i = 0; i < 4; ++i)
-    result.pairs[i] = pack(round_trip(low_half(vector.pairs[i]), scale), round_trip(high_half(vector.pairs[i]), scale));
-  return result;
+// What is left of a value after quantization, bits of BF16: what a target without block-scaled products multiplies. The
+// same as from_e4m3(to_e4m3(value, scale), scale) without a code in between; a test holds one against the other.
+MOK_DEVICE uint32 round_trip(uint32 bits, uint32 scale) {
+  const uint32 amount = magnitude(bits);
+  const float quotient = mx_quotient(amount, scale);
+  const uint32 normal = min_of(add_half_of_dropped(float_to_bits(quotient)) & kKeptBits, k448);
+  const uint32 subnormal = float_to_bits((quotient + kSubnormalRounder) - kSubnormalRounder);
+  uint32 rounded = quotient < kSmallestNormal ? subnormal : normal;
+  if (amount >= kBf16Inf) rounded = k448;
+  // Times the scale: only the exponent changes, or a subnormal's place.
+  const int32 power = static_cast<int32>(rounded >> 23) + static_cast<int32>(scale) - 127;
+  const uint32 mantissa = rounded >> 16 & 0x7fu;
+  const uint32 small = (mantissa | 0x80u) >> min_of(15, max_of(0, 1 - power));
+  uint32 result = power > 0 ? static_cast<uint32>(power) << 7 | mantissa : small;
+  if (power >= 255) result = scale == kMxScaleInf ? kBf16Inf : kBf16Max;
+  if (rounded == 0) result = 0;
+  return amount > kBf16Inf || scale == kMxScaleNan ? kBf16Nan : result | (bits & 0x8000u);
 }
 
 // The same for a whole block, four neighbouring vectors; in place too.
 MOK_DEVICE void round_trip(const bf16x8* from, bf16x8* to) {
   constexpr int kVectors = kMxBlock / 8;
-  bf16x8 block[kVectors];
+  Lanes8 block[kVectors];
   uint32 amax = 0;
   MOK_UNROLL
   for (int32 v = 0; v < kVectors; ++v) {
-    block[v] = from[v];
+    block[v] = unpack(from[v]);
     amax = max_of(amax, max_magnitude(block[v]));
   }
   const uint32 scale = mx_scale(amax);
   MOK_UNROLL
-  for (int32 v = 0; v < kVectors; ++v) to[v] = round_trip(block[v], scale);
+  for (int32 v = 0; v < kVectors; ++v) {
+    MOK_UNROLL
+    for (int32 i = 0; i < 8; ++i) block[v].bits[i] = round_trip(block[v].bits[i], scale);
+    to[v] = pack(block[v]);
+  }
 }
 
 // A block that the calling lanes hold together, Lanes::kNum values each; in place.
@@ -109,7 +128,8 @@ MOK_DEVICE void round_trip(const Lanes& lanes, bf16 (&values)[Lanes::kNum]) {
   for (int32 i = 0; i < Lanes::kNum; ++i) amax = max_of(amax, magnitude(values[i]));
   const uint32 scale = mx_scale(lanes.max(amax));
   MOK_UNROLL
-  for (int32 i = 0; i < Lanes::kNum; ++i) values[i] = round_trip(values[i], scale);
+  for (int32 i = 0; i < Lanes::kNum; ++i)
+    values[i].bits = static_cast<uint16>(round_trip(uint32{values[i].bits}, scale));
 }
 
 // Where the scale of (row, column block of 32) stands in the tcgen05 layout [rows / 128, cols / 128, 32, 16].

@@ -31,8 +31,25 @@ MOK_DEVICE float element(const bf16x8& vector, int32 i) {
   return bits_to_float(i % 2 ? pair & 0xffff0000u : pair << 16);
 }
 MOK_DEVICE uint32 pack(bf16 low, bf16 high) { return uint32{low.bits} | uint32{high.bits} << 16; }
-MOK_DEVICE bf16 low_half(uint32 pair) { return bf16{static_cast<uint16>(pair & 0xffffu)}; }
-MOK_DEVICE bf16 high_half(uint32 pair) { return bf16{static_cast<uint16>(pair >> 16)}; }
+// The bits of its elements, one a word: loops over them become vector instructions on a CPU.
+struct Lanes8 {
+  uint32 bits[8];
+};
+MOK_DEVICE Lanes8 unpack(const bf16x8& vector) {
+  Lanes8 lanes;
+  MOK_UNROLL
+  for (int32 i = 0; i < 4; ++i) {
+    lanes.bits[2 * i] = vector.pairs[i] & 0xffffu;
+    lanes.bits[2 * i + 1] = vector.pairs[i] >> 16;
+  }
+  return lanes;
+}
+MOK_DEVICE bf16x8 pack(const Lanes8& lanes) {
+  bf16x8 vector;
+  MOK_UNROLL
+  for (int32 i = 0; i < 4; ++i) vector.pairs[i] = lanes.bits[2 * i] | lanes.bits[2 * i + 1] << 16;
+  return vector;
+}
 
 // The sum of 32 neighbouring columns in a fixed tree: pairs; then the four pairs that are 8 columns apart; then
 // the four sums that are left. A warp's quad of lanes holds an accumulator row like that.

@@ -4,7 +4,7 @@ Every stage is a kernel of its own, or all of them are one persistent kernel, fr
 with the same bits. See README.md for ten lines that run, docs/design.md for how it is built.
 """
 
-from mok_modular import functional, reference, stages
+from mok_modular import functional, ops, reference, stages
 from mok_modular.config import PRESETS, MoEShape, MoKConfig
 from mok_modular.errors import MoKDeadlockError, MoKPeerError, MoKSignalError, MoKTimeoutError
 from mok_modular.functional import MoKForwardContext, MoKSchedule
@@ -35,6 +35,7 @@ __all__ = [
     "capture_routing",
     "functional",
     "load_routing",
+    "ops",
     "reference",
     "stages",
 ]

@@ -244,7 +244,7 @@ def schedule_sizes(shape: Any, num_routes: int) -> dict[str, int]:
 
 
 def empty_schedule(sizes: Mapping[str, int], device: torch.device) -> MoKSchedule:
-    """A schedule of these sizes. Each tensor has memory of its own: outputs of a torch operation must not share any."""
+    """A schedule of these sizes. Its tensors share no memory: what an operator returns must not."""
     return MoKSchedule(**{name: torch.empty(size, dtype=torch.int32, device=device) for name, size in sizes.items()})
 
 

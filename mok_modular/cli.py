@@ -25,7 +25,7 @@ from mok_modular.errors import MoKPeerError, MoKTimeoutError, format_table
 from mok_modular.nvrtc import CompileError
 from mok_modular.plan import Plan, all_plans
 from mok_modular.precision import PRECISIONS
-from mok_modular.testing import MAX_RATIO
+from mok_modular.testing import MAX_RATIO, REPLAYED
 
 if TYPE_CHECKING:
     from mok_modular.group import LocalGroup
@@ -100,6 +100,14 @@ def _make_parser() -> _Parser:
     ab.set_defaults(command=_ab)
 
     stages = commands.add_parser("stages", help="the stages, their contracts and the active implementation")
+    stages.add_argument(
+        "--only",
+        choices=REPLAYED,
+        metavar="NAME",
+        help="run this stage alone on captured routing, against its reference",
+    )
+    stages.add_argument("--dump", type=Path, metavar="DIR", help="with --only: save its results to DIR/NAME.pt")
+    _add_capture_options(stages)
     stages.set_defaults(command=_stages)
 
     build = commands.add_parser("build", help="compiles GPU targets ahead of time; how the host target was compiled")
@@ -115,34 +123,44 @@ def _make_parser() -> _Parser:
     build.set_defaults(command=_build)
 
     doctor = commands.add_parser("doctor", help="what is wrong with the installation and how to mend it")
+    doctor.add_argument("--shape", default="tiny", help="of the layer whose memory is told: a preset or H,I,E,K[,S]")
+    doctor.add_argument("--ranks", type=int, default=4, help="ranks of that layer (default: 4)")
+    doctor.add_argument("--tokens", type=int, default=256, help="its tokens a rank (default: 256)")
     doctor.set_defaults(command=_doctor)
 
-    for command in (run, ab, stages, build, doctor):
+    from mok_modular import cli_look
+
+    for command in (run, ab, stages, build, doctor, *cli_look.add_commands(commands)):
         command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
 
 
-def _add_workload_options(parser: argparse.ArgumentParser) -> None:
+def _add_capture_options(parser: argparse.ArgumentParser) -> None:
+    """Which tokens a layer of which size works on."""
     parser.add_argument("--ranks", type=int, help="ranks in this process (default: the routing's)")
-    parser.add_argument("--device", default="cpu", help="cpu, or the GPU that all ranks share, such as cuda:0")
     parser.add_argument(
         "--shape",
         help=f"H,I,E,K[,S] or one of: {', '.join(PRESETS)}; E and K must fit the routing "
         f"(default: the captured layer's; {DEFAULT_HIDDEN_SIZE},{DEFAULT_INTERMEDIATE_SIZE},E,K,"
         f"{DEFAULT_SHARED_INTERMEDIATE_SIZE} with the routing's E and K where the capture does not say)",
     )
+    parser.add_argument("--tokens", type=int, help="tokens of each rank (default: those of the first capture)")
+    parser.add_argument("--routing", type=Path, metavar="FILE", help="captured routing (default: the shipped one)")
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs and of --order random (default: 0)")
+
+
+def _add_workload_options(parser: argparse.ArgumentParser) -> None:
+    _add_capture_options(parser)
+    parser.add_argument("--device", default="cpu", help="cpu, or the GPU that all ranks share, such as cuda:0")
     parser.add_argument(
         "--precision", choices=PRECISIONS, default="bf16", help="of the routed experts' products (default: bf16)"
     )
-    parser.add_argument("--tokens", type=int, help="tokens of each rank (default: those of one capture)")
-    parser.add_argument("--routing", type=Path, metavar="FILE", help="captured routing (default: the shipped one)")
     parser.add_argument(
         "--order",
         choices=("round_robin", "random", "last_first"),
         default="round_robin",
         help="which worker the scheduler resumes (default: round_robin)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the inputs and of --order random (default: 0)")
     parser.add_argument(
         "--executor",
         choices=("fibers", "threads"),
@@ -159,7 +177,7 @@ def _run(args: argparse.Namespace) -> int:
     planted = [faults.parse(text) for text in args.fault]
     workload, group, source = _set_up(args)
     progress = _Progress()
-    progress(f"forward and backward, {_describe(workload)}, mode {args.mode}")
+    progress(f"{_passes(group)}, {_describe(workload)}, mode {args.mode}")
     try:
         with faults.plant(*planted):
             result = run_passes(group, workload, config)
@@ -195,6 +213,11 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if is_ok else 1
 
 
+def _passes(group: LocalGroup) -> str:
+    """What run and ab run there."""
+    return "forward and backward" if group.device == "cpu" else "forward (backward runs on CPU ranks only)"
+
+
 def _trace_of(group: LocalGroup) -> Trace:
     """The trace of the only workspace of a group."""
     return next(iter(group.workspaces.values())).trace()
@@ -210,7 +233,7 @@ def _ab(args: argparse.Namespace) -> int:
     workload, group, _ = _set_up(args)
     progress = _Progress()
     num_rounds = args.iters + 1
-    progress(f"forward and backward, {_describe(workload)}, {len(plans)} plans, {num_rounds} rounds")
+    progress(f"{_passes(group)}, {_describe(workload)}, {len(plans)} plans, {num_rounds} rounds")
     results = run_passes_plans(group, workload, configs, num_rounds)
     by_plan = {str(plan): results[i * num_rounds : (i + 1) * num_rounds] for i, plan in enumerate(plans)}
     progress("comparing bits")
@@ -262,6 +285,10 @@ def _draw_timeline(args: argparse.Namespace) -> None:
 
 
 def _stages(args: argparse.Namespace) -> int:
+    if args.only is not None:
+        return _replay(args)
+    if args.dump is not None:
+        raise ValueError("--dump needs --only NAME")
     package = importlib.import_module("mok_modular.stages")
     missing = ""
     try:
@@ -291,6 +318,35 @@ def _stages(args: argparse.Namespace) -> int:
     if missing:
         print(f"no implementation: {missing}")
     return 0
+
+
+def _replay(args: argparse.Namespace) -> int:
+    """One stage alone."""
+    from mok_modular.testing import replay_stage
+
+    workload, source = _load_workload(args)
+    progress = _Progress()
+    progress(f"{args.only} alone, {_describe(workload)}")
+    replay = replay_stage(args.only, workload)
+    if args.dump is not None:
+        import torch
+
+        args.dump.mkdir(parents=True, exist_ok=True)
+        path = args.dump / f"{args.only}.pt"
+        torch.save({"stage": args.only, "routing": source, "results": replay.results}, path)
+        progress(f"wrote {path}")
+    if args.json:
+        _print_json({**replay.to_json(), "routing": source})
+    else:
+        header = ("stage", "rows", "seconds", "values", "other bits", "ratio", "verdict")
+        ratio = None if replay.check is None else f"{replay.check.ratio:.3f}"
+        counts = (replay.num_rows, f"{replay.seconds:.4f}", replay.num_values, replay.num_differing)
+        print(format_table(header, [(replay.name, *counts, ratio, "ok" if replay.is_ok else "FAILED")]))
+        print(
+            "other bits than the torch reference has; ratio: the distance from float64 over the reference's "
+            f"(arithmetic alone; ok up to {MAX_RATIO})"
+        )
+    return 0 if replay.is_ok else 1
 
 
 def _build(args: argparse.Namespace) -> int:
@@ -324,7 +380,12 @@ def _tell(text: str) -> None:
 def _doctor(args: argparse.Namespace) -> int:
     from mok_modular.doctor import examine
 
-    report = examine()
+    shape = parse_shape(args.shape, num_experts=0, topk=0)
+    if args.tokens < 0:
+        raise ValueError(f"--tokens must be at least 0, got {args.tokens}")
+    if args.ranks < 1 or shape.num_experts % args.ranks:
+        raise ValueError(f"--ranks must divide the number of experts, {shape.num_experts}, got {args.ranks}")
+    report = examine(shape, args.ranks, args.tokens)
     if args.json:
         _print_json(report.to_json())
     else:
@@ -342,36 +403,18 @@ def _set_up(args: argparse.Namespace) -> tuple[Workload, LocalGroup, str]:
     Raises ValueError or OSError for options that do not fit, BuildError if the extension does not load.
     """
     from mok_modular.calls import check_mxfp8_sizes
-    from mok_modular.routing import load_routing
-    from mok_modular.testing import Workload
 
-    for name, minimum in (("ranks", 1), ("tokens", 0), ("workers", 1)):
-        value = getattr(args, name)
-        if value is not None and value < minimum:
-            raise ValueError(f"--{name} must be at least {minimum}, got {value}")
-    routing = load_routing(args.routing)
-    _, num_captured_ranks, _, topk = routing.expert_ids.shape
-    if args.shape is None and routing.shape is not None:
-        shape = routing.shape
-    else:
-        shape = parse_shape(args.shape, num_experts=routing.num_experts, topk=topk)
-    num_ranks = num_captured_ranks if args.ranks is None else args.ranks
-    workload = Workload.from_routing(
-        routing,
-        shape,
-        num_ranks=num_ranks,
-        num_tokens=args.tokens,
-        seed=args.seed,
-    )
-    workload = dataclasses.replace(workload, precision=args.precision)
+    if args.workers is not None and args.workers < 1:
+        raise ValueError(f"--workers must be at least 1, got {args.workers}")
+    workload, source = _load_workload(args)
     if args.precision == "mxfp8":
-        check_mxfp8_sizes(vars(shape), "cpu")
+        check_mxfp8_sizes(vars(workload.shape), "cpu")
     # Last, so that wrong options are told even where the extension does not load.
     host_build_info()
     from mok_modular.group import LocalGroup
 
     group = LocalGroup(
-        num_ranks,
+        workload.num_ranks,
         device=args.device,
         order=args.order,
         seed=args.seed,
@@ -384,7 +427,27 @@ def _set_up(args: argparse.Namespace) -> tuple[Workload, LocalGroup, str]:
         if not torch.cuda.is_available():
             raise ValueError(f"--device {args.device}: torch sees no NVIDIA GPU")
         workload = workload.to(group.device)
-    return workload, group, routing.source
+    return dataclasses.replace(workload, precision=args.precision), group, source
+
+
+def _load_workload(args: argparse.Namespace) -> tuple[Workload, str]:
+    """Inputs by the capture options, and the routing's source. Raises ValueError or OSError for what does not fit."""
+    from mok_modular.routing import load_routing
+    from mok_modular.testing import Workload
+
+    for name, minimum in (("ranks", 1), ("tokens", 0)):
+        value = getattr(args, name)
+        if value is not None and value < minimum:
+            raise ValueError(f"--{name} must be at least {minimum}, got {value}")
+    routing = load_routing(args.routing)
+    _, num_captured_ranks, _, topk = routing.expert_ids.shape
+    if args.shape is None and routing.shape is not None:
+        shape = routing.shape
+    else:
+        shape = parse_shape(args.shape, num_experts=routing.num_experts, topk=topk)
+    num_ranks = num_captured_ranks if args.ranks is None else args.ranks
+    workload = Workload.from_routing(routing, shape, num_ranks=num_ranks, num_tokens=args.tokens, seed=args.seed)
+    return workload, routing.source
 
 
 def parse_shape(text: str | None, *, num_experts: int, topk: int) -> MoEShape:

@@ -16,6 +16,7 @@ from typing import Any
 
 import mok_modular
 from mok_modular.build import BuildError, host_build_info
+from mok_modular.config import PRESETS, MoEShape, MoKConfig
 
 MIN_PYTHON = (3, 11)
 MIN_TORCH = (2, 10)
@@ -39,10 +40,11 @@ class Problem:
 
 @dataclass
 class Report:
-    """What was found: facts as name -> text, and problems."""
+    """What was found: facts as name -> text, problems, and the bytes of a layer on one rank."""
 
     facts: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    memory: dict[str, int] = field(default_factory=dict)
 
     @property
     def is_ok(self) -> bool:
@@ -50,10 +52,11 @@ class Report:
         return not any(problem.is_broken for problem in self.problems)
 
     def to_json(self) -> dict[str, Any]:
-        """`ok`, `facts` and `problems` (what, mend, broken)."""
+        """`ok`, `facts`, `memory` and `problems` (what, mend, broken)."""
         return {
             "ok": self.is_ok,
             "facts": self.facts,
+            "memory": self.memory,
             "problems": [
                 {"what": problem.what, "mend": problem.mend, "broken": problem.is_broken} for problem in self.problems
             ],
@@ -68,49 +71,68 @@ class Report:
         self.problems.append(Problem(what, mend, is_broken=False))
 
 
-def examine() -> Report:
-    """Runs every check; none of them raises."""
+def examine(shape: MoEShape = PRESETS["tiny"], num_ranks: int = 4, num_tokens: int = 256) -> Report:
+    """Runs every check; none of them raises. The memory is that of a layer of `shape`, whose E num_ranks divides, with
+    the default config."""
     report = Report()
     for check in (_check_python, _check_torch, _check_extension, _check_compiler, _check_cpu, _check_gpus):
         check(report)
     _check_variables(report, dict(os.environ))
     if report.is_ok:
-        check_forward_runs(report, _tiny_forward)
+        _tell_memory(report, shape, num_ranks, num_tokens)
+        check_layer_runs(report, _tiny_layer)
     return report
 
 
-def check_forward_runs(report: Report, forward: Callable[[], bool]) -> None:
-    """Calls `forward`, which returns whether a forward call gave the right output."""
+def check_layer_runs(report: Report, run: Callable[[], bool]) -> None:
+    """Calls `run`, which returns whether a forward and a backward gave the right output and gradients."""
     try:
-        is_right = forward()
+        is_right = run()
     except Exception as error:  # whatever the installation does wrong is what the user came to see
         report.broken(
-            f"a forward call on 2 CPU ranks raises {type(error).__name__}: {error}",
+            f"a forward and backward on 2 CPU ranks raises {type(error).__name__}: {error}",
             "install the package again; if it stays, report the error with this page",
         )
         return
     if is_right:
-        report.facts["forward"] = "2 CPU ranks, fused: right output"
+        report.facts["layer"] = "2 CPU ranks, fused: right output and gradients"
     else:
         report.broken(
-            "a forward call on 2 CPU ranks gives a wrong output",
+            "a forward and backward on 2 CPU ranks gives a wrong output or gradient",
             "install the package again with another compiler, and report it with this page",
         )
 
 
-def _tiny_forward() -> bool:
+def _tell_memory(report: Report, shape: MoEShape, num_ranks: int, num_tokens: int) -> None:
+    from mok_modular.memory import estimate
+
+    report.memory = estimate(shape, MoKConfig(), num_ranks=num_ranks, num_tokens=num_tokens).to_json()
+    report.facts["memory of"] = (
+        f"a rank, {shape.name} on {num_ranks} ranks x {num_tokens} tokens, default config (docs/memory.md)"
+    )
+    notes = {
+        "workspace": "shared by all layers of its H and K",
+        "ring": "of the workspace, bounded by macrobatch_size",
+        "carry": "of the workspace",
+        "schedule": "a call",
+        "context": "a forward in flight",
+    }
+    for name, num_bytes in report.memory.items():
+        report.facts[f"memory: {name}"] = f"{num_bytes / 1e6:,.1f} MB, {notes[name]}"
+
+
+def _tiny_layer() -> bool:
     import torch
 
-    from mok_modular.config import MoEShape, MoKConfig
     from mok_modular.group import LocalGroup
-    from mok_modular.testing import Workload, check_forward, run_forward
+    from mok_modular.testing import Workload, check_passes, run_passes
 
     shape = MoEShape("doctor", 64, 128, num_experts=4, topk=2, shared_intermediate_size=64)
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(0, 4, (8, 2), generator=generator, dtype=torch.int32) for _ in range(2)]
     workload = Workload.from_ids(shape, ids)
-    result = run_forward(LocalGroup(2), workload, MoKConfig())
-    return all(check.is_ok for check in check_forward(workload, result).values())
+    result = run_passes(LocalGroup(2), workload, MoKConfig())
+    return all(check.is_ok for check in check_passes(workload, result).values())
 
 
 def _check_python(report: Report) -> None:

@@ -146,33 +146,33 @@ def forward(
     Returns (output [T, H] bf16, context); the context's tensors are empty with save_context=False.
     """
 
+    weights: dict[str, Any] = {
+        "w_shared_gate": w_shared_gate,
+        "w_shared_up": w_shared_up,
+        "w_shared_down": w_shared_down,
+        "w_routed_gate": w_routed_gate,
+        "w_routed_up": w_routed_up,
+        "w_routed_down": w_routed_down,
+    }
+
     def prepare() -> tuple[host.Call, Any]:
-        weights, is_mxfp8 = unpack_forward(
-            {
-                "w_shared_gate": w_shared_gate,
-                "w_shared_up": w_shared_up,
-                "w_shared_down": w_shared_down,
-                "w_routed_gate": w_routed_gate,
-                "w_routed_up": w_routed_up,
-                "w_routed_down": w_routed_down,
-            }
-        )
+        unpacked, is_mxfp8 = unpack_forward(weights)
 
         def checked() -> host.Call:
             """The call, apart from its tensors."""
-            sizes = check_layer(workspace, config, schedule, x, router_weights, weights, swiglu_limit, is_mxfp8)
+            sizes = check_layer(workspace, config, schedule, x, router_weights, unpacked, swiglu_limit, is_mxfp8)
             limit = None if swiglu_limit is None else float(swiglu_limit)
             return layer_call("forward", workspace, config, schedule, sizes, {}, len(x), limit, is_mxfp8)
 
         # A new schedule's tensors are where the last one's were, as a rule: then nothing is checked or packed again.
-        given = (x, router_weights, *weights.values(), *schedule_fields(schedule))
-        key = call_key("forward", workspace, config, given, swiglu_limit, is_mxfp8)
+        given = (x, router_weights, *unpacked.values(), *schedule_fields(schedule))
+        key = call_key("forward", workspace, config, given, swiglu_limit)
         call = remember(workspace, key, checked)
         output = torch.empty_like(x)
         ring_rows = min(config.macrobatch_size, schedule.peer_rank.numel())
         context = empty_context(x, ring_rows if save_context else 0, call.intermediate_size, call.shared_size)
         kept = context_tensors(context)
-        tensors = {**weights, **kept, "x": x, "router_weights": router_weights, "output": output}
+        tensors = {**unpacked, **kept, "x": x, "router_weights": router_weights, "output": output}
         places = key and (key, output.data_ptr(), *(tensor.data_ptr() for tensor in kept.values()))
         return with_tensors(call, workspace, schedule, tensors, places), (output, context)
 

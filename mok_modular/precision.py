@@ -51,11 +51,14 @@ def unpack_forward(weights: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     return {name: _dequantize(weights[name]) if name in _routed(weights) else weights[name] for name in weights}, True
 
 
-def unpack_backward(weights: Mapping[str, Any], *, needs_values: bool = True) -> tuple[dict[str, Any], bool]:
+def unpack_backward(
+    weights: Mapping[str, Any], *, needs_values: bool = True, can_replay: bool = True
+) -> tuple[dict[str, Any], bool]:
     """The same for a backward: gate and up are (data, scale, data_t, scale_t), down is (data_t, scale_t).
 
     In MXFP8 w_routed_gate and w_routed_up are what a replay of the forward multiplies, w_dgrad_gate, w_dgrad_up and
-    w_routed_down what gives gradients. Without needs_values only shapes count: a wgrad apart multiplies no weights.
+    w_routed_down what gives gradients. Without can_replay the first two are not made, and the others take their names.
+    Without needs_values only shapes count: a wgrad apart multiplies no weights.
     """
     if not _is_mxfp8(weights):
         return dict(weights), False
@@ -72,7 +75,7 @@ def unpack_backward(weights: Mapping[str, Any], *, needs_values: bool = True) ->
             unpacked[name] = torch.empty(parts[-2].mT.shape, dtype=torch.bfloat16, device=parts[-2].device)
             continue
         by_column = _dequantize(parts[-2:]).mT.contiguous()
-        if is_down:
+        if is_down or not can_replay:
             unpacked[name] = by_column
         else:
             unpacked[name], unpacked[_GRADIENT_NAMES[name]] = _dequantize(parts[:2]), by_column

@@ -10,7 +10,8 @@ A function is called as `mok_modular.stages.<name>.reference` is, once per gener
 
 Rows are those of the ring in one generation: sizes do not depend on the routing, the number of rows is in a tensor
 (`num_rows`, or the last of `segment_start`). What lies behind it, and padding where a stage may not read it, can hold
-anything. Waits and signals of the stage are done around the function.
+anything. Waits and signals of the stage are done around the function. In an MXFP8 layer the library quantizes what
+dispatch and swiglu return, so a function is the same in both precisions.
 """
 
 from __future__ import annotations
@@ -112,11 +113,14 @@ class Swap:
 
     def _dispatch(self, rank: int, function: Callable[..., Any], window: _Window) -> None:
         width = self.shared.hidden_size
-        xs = [self.region(r, "x", call.num_tokens, width) for r, call in enumerate(self.calls)]
+        xs = [
+            call.tensors["x"] if call.config.wire == "mxfp8" else self.region(r, "x", call.num_tokens, width)
+            for r, call in enumerate(self.calls)
+        ]
         tables = [window.tables() if r == rank else self._no_rows(r) for r in range(len(self.calls))]
         rows = function(xs, tables, topk=self.shared.topk)
         out = _one_of(rows, len(self.calls), rank, "dispatch")
-        _store("dispatch", window.rows("ring_x", "context_x", width), out, window.num_rows)
+        self._store_quantized("dispatch", rank, window.rows("ring_x", "context_x", width), out, window.num_rows)
 
     def _gate_up(self, rank: int, function: Callable[..., Any], window: _Window) -> None:
         call = self.calls[rank]
@@ -133,7 +137,8 @@ class Swap:
         call = self.calls[rank]
         gate, up = (window.rows(f"ring_{p}", f"context_{p}", call.intermediate_size) for p in ("gate", "up"))
         out = function(gate, up, call.swiglu_limit, num_rows=torch.tensor(window.num_rows, dtype=torch.int32))
-        _store("swiglu", window.rows("ring_hidden", "", call.intermediate_size), out, window.num_rows)
+        hidden = window.rows("ring_hidden", "", call.intermediate_size)
+        self._store_quantized("swiglu", rank, hidden, out, window.num_rows)
 
     def _down(self, rank: int, function: Callable[..., Any], window: _Window) -> None:
         call = self.calls[rank]
@@ -161,6 +166,14 @@ class Swap:
         mask = (call.schedule["route_rank"] >= 0).view(call.num_tokens, self.shared.topk)
         out = function(combined, call.tensors["router_weights"], mask, shared)
         _store("reduce", call.tensors["output"], out, call.num_tokens)
+
+    def _store_quantized(self, name: str, rank: int, to: Tensor, value: Any, num_rows: int) -> None:
+        """In MXFP8 as the stage itself leaves it: the values after quantization by row."""
+        from mok_modular.stages.quantize import round_trip
+
+        _store(name, to, value, num_rows)
+        if self.calls[rank].is_mxfp8:
+            to[:num_rows] = round_trip(to[:num_rows])
 
     def _no_rows(self, rank: int) -> WindowTables:
         """Of a rank whose rows are not wanted."""

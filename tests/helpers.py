@@ -6,7 +6,9 @@ Sizes are pairwise different and not square, so that a swapped dimension shows.
 from __future__ import annotations
 
 import dataclasses
+import resource
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -286,3 +288,11 @@ def assert_gradients_right(workload: Workload, results: Sequence[Mapping[str, Te
     assert set(checks) == set(by_name)
     wrong = {name: check for name, check in checks.items() if not check.is_ok}
     assert not wrong, wrong
+
+
+def resident_bytes() -> int:
+    """Of this process: now, or where the system does not tell, at most so far."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -46,6 +46,11 @@ def quantize_blocks(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """float64 [..., 32] of bfloat16 values -> codes uint8 [..., 32] and scale bytes uint8 [...]."""
     amax = np.abs(blocks).max(-1)  # numpy's max hands a NaN on
     scales = np.vectorize(lambda value: scale_byte(float(value)), otypes=[np.uint8])(amax)
+    return encode(blocks, scales), scales
+
+
+def encode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """The codes of float64 [..., 32] under given scales [...]; what is too large saturates."""
     with np.errstate(all="ignore"):
         quotient = np.abs(np.ldexp(blocks, 127 - scales[..., None].astype(np.int64)))  # exact: float64 has room
     midpoints = (MAGNITUDES[:-1] + MAGNITUDES[1:]) / 2
@@ -54,7 +59,7 @@ def quantize_blocks(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     codes = np.where(above % 2 == 0, above, below).astype(np.uint8)
     codes |= np.signbit(blocks).astype(np.uint8) << 7
     codes[np.isnan(blocks) | (scales == 255)[..., None]] = 0x7F
-    return codes, scales
+    return codes
 
 
 def dequantize(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:

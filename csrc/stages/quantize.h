@@ -54,24 +54,19 @@ MOK_DEVICE void round_trip_columns(Worker& worker, const bf16* from, bf16* to, i
   const int32 vectors = width / 8;
   worker.for_each(vectors, [&](int32 i) {
     // Twice through the rows, so that a thread keeps 8 maxima and not 256 values.
-    uint32 scale[8] = {};
+    Lanes8 scale = {};
     for (int32 row = 0; row < kMxBlock; ++row) {
-      const bf16x8 vector = source[row * vectors + i];
+      const Lanes8 lanes = unpack(source[row * vectors + i]);
       MOK_UNROLL
-      for (int32 pair = 0; pair < 4; ++pair) {
-        scale[2 * pair] = max_of(scale[2 * pair], magnitude(low_half(vector.pairs[pair])));
-        scale[2 * pair + 1] = max_of(scale[2 * pair + 1], magnitude(high_half(vector.pairs[pair])));
-      }
+      for (int32 col = 0; col < 8; ++col) scale.bits[col] = max_of(scale.bits[col], magnitude(lanes.bits[col]));
     }
     MOK_UNROLL
-    for (int32 col = 0; col < 8; ++col) scale[col] = mx_scale(scale[col]);
+    for (int32 col = 0; col < 8; ++col) scale.bits[col] = mx_scale(scale.bits[col]);
     for (int32 row = 0; row < kMxBlock; ++row) {
-      bf16x8 vector = source[row * vectors + i];
+      Lanes8 lanes = unpack(source[row * vectors + i]);
       MOK_UNROLL
-      for (int32 pair = 0; pair < 4; ++pair)
-        vector.pairs[pair] = pack(round_trip(low_half(vector.pairs[pair]), scale[2 * pair]),
-                                  round_trip(high_half(vector.pairs[pair]), scale[2 * pair + 1]));
-      dst[row * vectors + i] = vector;
+      for (int32 col = 0; col < 8; ++col) lanes.bits[col] = round_trip(lanes.bits[col], scale.bits[col]);
+      dst[row * vectors + i] = pack(lanes);
     }
   });
 }

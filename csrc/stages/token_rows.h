@@ -9,23 +9,23 @@
 
 namespace mok {
 
-// Eight elements of a block and its scale, as BF16.
+// Eight elements of a block, a byte each, and its scale.
 MOK_DEVICE bf16x8 from_e4m3x8(uint64 codes, uint32 scale) {
-  bf16x8 result;
+  Lanes8 lanes;
   MOK_UNROLL
-  for (int32 i = 0; i < 4; ++i)
-    result.pairs[i] = pack(from_e4m3(static_cast<uint32>(codes >> 16 * i) & 0xffu, scale),
-                           from_e4m3(static_cast<uint32>(codes >> (16 * i + 8)) & 0xffu, scale));
-  return result;
+  for (int32 i = 0; i < 8; ++i) lanes.bits[i] = static_cast<uint32>(codes >> 8 * i) & 0xffu;
+  MOK_UNROLL
+  for (int32 i = 0; i < 8; ++i) lanes.bits[i] = from_e4m3(lanes.bits[i], scale).bits;
+  return pack(lanes);
 }
-MOK_DEVICE uint64 to_e4m3x8(const bf16x8& vector, uint32 scale) {
-  uint64 codes = 0;
+MOK_DEVICE uint64 to_e4m3x8(const Lanes8& lanes, uint32 scale) {
+  uint32 codes[8];
   MOK_UNROLL
-  for (int32 i = 0; i < 4; ++i)
-    codes |=
-        static_cast<uint64>(to_e4m3(low_half(vector.pairs[i]), scale) | to_e4m3(high_half(vector.pairs[i]), scale) << 8)
-        << 16 * i;
-  return codes;
+  for (int32 i = 0; i < 8; ++i) codes[i] = to_e4m3(bf16{static_cast<uint16>(lanes.bits[i])}, scale);
+  uint64 word = 0;
+  MOK_UNROLL
+  for (int32 i = 0; i < 8; ++i) word |= static_cast<uint64>(codes[i]) << 8 * i;
+  return word;
 }
 
 // Bytes and scales of `count` rows of H columns, each a row of token_row_bytes().
@@ -37,11 +37,11 @@ MOK_DEVICE void quantize_token_rows(const Call& call, Worker& worker, int32 coun
     const int32 row = i / num_blocks, block = i % num_blocks;
     const auto* source = reinterpret_cast<const bf16x8*>(from + int64{row} * width) + 4 * block;
     char* dst = to + row * pitch;
-    bf16x8 values[4];
+    Lanes8 values[4];
     uint32 amax = 0;
     MOK_UNROLL
     for (int32 v = 0; v < 4; ++v) {
-      values[v] = source[v];
+      values[v] = unpack(source[v]);
       amax = max_of(amax, max_magnitude(values[v]));
     }
     const uint32 scale = mx_scale(amax);
@@ -51,7 +51,8 @@ MOK_DEVICE void quantize_token_rows(const Call& call, Worker& worker, int32 coun
   });
 }
 
-// Rows of H columns, each a token's that other routes bring too: copied, in MXFP8 quantized on the way. A null source: zeros.
+// Rows of H columns: copied, in MXFP8 quantized on the way. A null source: zeros. A token's row is read once for each of
+// its routes.
 template <class Worker, class Dst, class Src>
 MOK_DEVICE void bring_rows(const Call& call, Worker& worker, int32 count, Dst&& dst, Src&& src) {
   const int32 width = call.shape.hidden_size, num_blocks = width / kMxBlock;

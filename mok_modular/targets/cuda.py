@@ -215,9 +215,7 @@ class CudaWorkspace(Launcher, host.SharedWorkspace):
                     check_plan(calls[0].config)
                     if calls[0].kind not in ("schedule", "forward") or calls[0].is_mxfp8:
                         what = "mxfp8" if calls[0].is_mxfp8 else calls[0].kind
-                        raise ValueError(
-                            f"{what} has no kernels on {ARCH} in this version: forward in bf16 is what there is"
-                        )
+                        raise ValueError(f"{what} has no kernels on {ARCH} in this version, forward in bf16 has")
                 except ValueError as error:
                     return [copy.copy(error) for _ in calls]
                 steps = self._pack(calls)

@@ -62,6 +62,9 @@ def kernel_of(stages: tuple[str, ...], is_pull_combine: bool = False) -> str | i
 
 def check_plan(config: MoKConfig) -> None:
     """Raises ValueError for what this target does not have."""
+    if config.trace or config.stages:
+        what = "trace=True" if config.trace else f"stages={{{', '.join(sorted(config.stages))}}}"
+        raise ValueError(f"{what} is for CPU ranks in this version, {ARCH} does not have it")
     if config.row_block not in (None, 128):
         raise ValueError(f"row_block must be 128 on {ARCH}, got {config.row_block}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import math
 import zlib
 from collections.abc import Mapping, Sequence
@@ -13,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mok_modular.config import DEFAULT_ROW_BLOCK, MoKConfig
+from mok_modular.config import MoKConfig
 from mok_modular.errors import MoKDeadlockError, MoKPeerError, MoKSignalError, MoKTimeoutError
 from mok_modular.plan import WINDOWED_STAGES, Launch, Plan, group_mask
 from mok_modular.swap import Swap
+from mok_modular.targets.sizes import Sizes, extension
 from mok_modular.trace import Trace
 
 if TYPE_CHECKING:
@@ -66,17 +66,6 @@ TASK_ORDER = (
 
 _SCHEDULE_ORDER = ("topk_ready", "ids_counted", "laid_out")
 _START_EDGES = ("entered", "topk_ready", "input_ready")  # what only a late rank can delay
-
-
-def extension() -> Any:
-    """The compiled host target. Raises ImportError with the way to mend it."""
-    try:
-        _host = importlib.import_module("mok_modular._host")
-    except ImportError as error:
-        raise ImportError(
-            f"the host target is not compiled ({error}); it is built when the package is installed: pip install ."
-        ) from error
-    return _host
 
 
 @dataclass
@@ -134,6 +123,7 @@ class SharedWorkspace:
         self.lost_signals: list[tuple[str, int, int, int]] = []  # edge, rank, destination rank or -1, index or -1
         self.num_switches = 0
         self.clear_trace()
+        self.signal_uses: set[tuple[str, str, str]] = set()  # stage, edge, wait or publish; of traced calls
         self.has_backward = False  # from the first backward on: room for it
         group.on_interrupt(self)
         self.native.reserve(self.shape(num_local_experts=1, capacity_rows=self.row_block, intermediate_size=64))
@@ -152,39 +142,20 @@ class SharedWorkspace:
     @property
     def row_block(self) -> int:
         """Rows of the unit of padding and signals."""
-        return self.config.row_block or DEFAULT_ROW_BLOCK
+        return self.sizes.row_block
+
+    @property
+    def sizes(self) -> Sizes:
+        """What the sizes of a call follow from."""
+        return Sizes(self.config, self.num_ranks, self.num_local_tokens, self.hidden_size, self.topk)
 
     def capacity_rows(self, num_local_experts: int) -> int:
-        """Rows that a rank's schedule has room for, padding included: the worst case, or as configured."""
-        num_routes = self.num_ranks * self.num_local_tokens * self.topk
-        multiplier = self.config.schedule_capacity_multiplier
-        if multiplier is not None:
-            num_routes = min(num_routes, -int(-multiplier * self.num_local_tokens * self.topk // 1))
-        rows = extension().worst_case_rows(num_routes, num_local_experts, self.row_block)
-        return max(rows, self.row_block)
+        """Rows that a rank's schedule has room for."""
+        return self.sizes.capacity_rows(num_local_experts)
 
     def shape(self, num_local_experts: int, capacity_rows: int, intermediate_size: int, shared_size: int = 0) -> Any:
         """The Shape of csrc/layout.h for a call."""
-        config = self.config
-        shape = extension().Shape()
-        shape.num_ranks = self.num_ranks
-        shape.max_tokens = self.num_local_tokens
-        shape.topk = self.topk
-        shape.hidden_size = self.hidden_size
-        shape.intermediate_size = intermediate_size
-        shape.shared_size = shared_size
-        shape.num_local_experts = num_local_experts
-        shape.row_block = self.row_block
-        shape.minibatch = config.minibatch_size
-        shape.capacity_rows = capacity_rows
-        shape.ring_rows = min(config.macrobatch_size, capacity_rows)
-        shape.is_push_dispatch = config.dispatch == "push"
-        shape.is_pull_combine = config.combine == "pull"
-        shape.is_minibatch_grain = config.signal_grain == "minibatch"
-        shape.is_serial_ring = config.ring == "serial"
-        shape.is_mxfp8_wire = config.wire == "mxfp8"
-        shape.has_backward = self.has_backward
-        return shape
+        return self.sizes.shape(num_local_experts, capacity_rows, intermediate_size, shared_size, self.has_backward)
 
     def region(self, rank: int, name: str, dtype: torch.dtype) -> Tensor:
         """A region of a rank's memory as a flat tensor; valid until the workspace grows."""
@@ -207,7 +178,8 @@ class SharedWorkspace:
 
     def clear_trace(self) -> None:
         """Starts the trace anew."""
-        self.trace = Trace("ns" if self.group.executor == "threads" else "steps")
+        executor = getattr(self.group, "executor", None)  # ranks that are processes have none
+        self.trace = Trace("ns" if executor == "threads" else "steps")
 
     def interrupt(self) -> None:
         """Ends a running call (Ctrl-C)."""
@@ -272,6 +244,7 @@ class SharedWorkspace:
             streams = [(launch.kernel, launch.stream) for launch in launches(calls[0], shapes[0])]
             names = extension().stage_names(), extension().edge_names()
             self.trace.add(calls[0].kind, streams, result, *names)
+            self.signal_uses.update(result["uses"])
         if result["reason"] == "ok":
             return [None] * len(calls)
         errors = self._errors(result, calls)

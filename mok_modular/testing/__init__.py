@@ -2,6 +2,7 @@
 
 from mok_modular.testing import faults
 from mok_modular.testing.contract import ContractReport, check_stage
+from mok_modular.testing.replay import REPLAYED, StageReplay, replay_stage
 from mok_modular.testing.workload import (
     MAX_RATIO,
     ForwardResult,
@@ -20,9 +21,11 @@ from mok_modular.testing.workload import (
 
 __all__ = [
     "MAX_RATIO",
+    "REPLAYED",
     "ContractReport",
     "ForwardResult",
     "PassesResult",
+    "StageReplay",
     "StageStats",
     "TensorCheck",
     "Workload",
@@ -31,6 +34,7 @@ __all__ = [
     "check_stage",
     "check_tensors",
     "faults",
+    "replay_stage",
     "run_forward",
     "run_forward_plans",
     "run_passes",

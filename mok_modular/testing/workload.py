@@ -353,11 +353,11 @@ def run_passes_plans(
     *,
     is_context_recomputed: bool = False,
 ) -> list[PassesResult]:
-    """As run_forward_plans, with a backward after every forward."""
+    """As run_forward_plans, with a backward after every forward where the group's device has one: on the CPU."""
     visits = _visits(len(configs), num_rounds)
 
     def step(member: Any) -> dict[tuple[int, int], _RankResult]:
-        options = {"has_backward": True, "is_context_recomputed": is_context_recomputed}
+        options = {"has_backward": group.device == "cpu", "is_context_recomputed": is_context_recomputed}
         return {visit: _run_rank(member, workload, configs[visit[0]], **options) for visit in visits}
 
     by_rank = _run_group(group, workload, step)
@@ -402,12 +402,16 @@ def check_tensors(workload: Workload, by_name: Mapping[str, Sequence[Tensor]]) -
             into["output"] = workload.reference(dtype)
         if set(by_name) - {"output"}:
             into |= workload.reference_gradients(dtype)
-    checks = {}
-    for name, parts in by_name.items():
-        exact = torch.cat(truth[name])
-        error, torch_error = _distance(torch.cat(list(parts)), exact), _distance(torch.cat(rounded[name]), exact)
-        checks[name] = TensorCheck(error, torch_error, _quotient(error, torch_error))
-    return checks
+    return {
+        name: compare(torch.cat(list(parts)), torch.cat(rounded[name]), torch.cat(truth[name]))
+        for name, parts in by_name.items()
+    }
+
+
+def compare(value: Tensor, rounded: Tensor, truth: Tensor) -> TensorCheck:
+    """How far `value` is from `truth`, in units of how far `rounded` is."""
+    error, torch_error = _distance(value, truth), _distance(rounded, truth)
+    return TensorCheck(error, torch_error, _quotient(error, torch_error))
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,17 +7,28 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import itertools
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers import SMALL_RING, assert_gradients_right, assert_same, make_layer, make_workload, same_bits
+from helpers import (
+    SMALL_RING,
+    assert_gradients_right,
+    assert_same,
+    make_layer,
+    make_workload,
+    resident_bytes,
+    same_bits,
+)
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mok_modular import LocalGroup, MoE, MoKConfig, MoKPeerError
+from mok_modular import LocalGroup, MoE, MoKConfig, MoKPeerError, MoKTimeoutError
 from mok_modular.testing import Workload
 
 CONFIG = MoKConfig(mode="split", **SMALL_RING)
@@ -387,6 +398,86 @@ def test_ranks_that_make_another_number_of_backwards_are_told() -> None:
 
     with pytest.raises(MoKPeerError, match="rank 1 returned after"):
         on_ranks(workload, step)
+
+
+@pytest.mark.parametrize("late", range(2))
+def test_a_late_rank_changes_nothing(late: int) -> None:
+    workload = make_workload([30, 20])
+
+    def step(part: Step, is_late: bool) -> dict[str, Tensor]:
+        output = part.forward()
+        if is_late and part.layer.member.rank() == late:
+            time.sleep(0.1)
+        output.backward(part.d_output)
+        return part.gradients()
+
+    on_time = on_ranks(workload, lambda part: step(part, False))
+    for given, wanted in zip(on_ranks(workload, lambda part: step(part, True)), on_time, strict=True):
+        assert_same(given, wanted)
+
+
+def test_a_rank_that_is_too_late_is_named() -> None:
+    """And the next step of all ranks works."""
+    workload = make_workload([30, 20])
+    config = MoKConfig(**SMALL_RING, start_timeout_s=0.2)
+    seen: dict[int, Exception] = {}
+
+    def step(part: Step) -> dict[str, Tensor]:
+        rank = part.layer.member.rank()
+        plain(part)
+        part.clear()
+        output = part.forward()
+        if rank == 1:
+            time.sleep(0.5)
+        try:
+            output.backward(part.d_output)
+        except MoKTimeoutError as error:
+            seen[rank] = error
+        part.clear()
+        time.sleep(0.1 if rank == 1 else 0.4)  # meet again
+        part.layer.workspace.reset()
+        return plain(part)
+
+    results = on_ranks(workload, step, config=config)
+    assert_gradients_right(workload, results)
+    assert "backward: no call from rank 1 within start_timeout_s=0.2 s" in str(seen[0])
+    assert set(seen) == {0, 1}
+
+
+def test_two_hundred_steps_in_flat_memory() -> None:
+    workload = make_workload([9, 3], E=4)
+
+    def step(part: Step) -> list[int]:
+        first = plain(part)
+        sizes = []
+        for n in range(200):
+            part.clear()
+            assert_same(plain(part), first)
+            if n % 50 == 49:
+                gc.collect()
+                sizes.append(resident_bytes())
+        return sizes
+
+    sizes = on_ranks(workload, step)[0]
+    assert sizes[-1] - sizes[0] < 8 * 2**20
+
+
+def test_a_layer_is_freed_with_its_graph() -> None:
+    workload = make_workload([5])
+
+    def step(part: Step) -> list[Any]:
+        output = part.forward()
+        state = weakref.ref(part.layer._state)
+        del part.layer
+        gc.collect()
+        assert state() is not None  # its backward may still come
+        output.backward(part.d_output)
+        del output
+        gc.collect()
+        return [state]
+
+    ((state,),) = on_ranks(workload, step)
+    assert state() is None
 
 
 def test_an_optimizer_learns() -> None:

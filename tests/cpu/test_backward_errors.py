@@ -10,6 +10,7 @@ from helpers import SMALL_RING, build, forward, make_workload, weights_of, works
 from torch import Tensor
 
 from mok_modular import LocalGroup, MoKConfig, MoKDeadlockError, MoKTimeoutError, functional
+from mok_modular.precision import pack_backward
 from mok_modular.targets import host
 from mok_modular.testing import Workload
 
@@ -31,8 +32,7 @@ MODES = {"fused": FUSED, "split": SPLIT, "dispatch|gate_up+swiglu+down|combine":
 LEADS_TO = {"published": {"published", "input_ready", "done"}, "exited": {"done"}}
 
 
-@pytest.fixture(scope="module")
-def workload() -> Workload:
+def make(**options: Any) -> Workload:
     """Expert 2 of rank 0 and 7 of rank 1 go on across several macrobatches; the others have some rows."""
 
     def routing(rank: int, count: int, generator: torch.Generator) -> Tensor:
@@ -40,7 +40,17 @@ def workload() -> Workload:
         ids[: count // 2, 0], ids[count // 2 :, 1] = 2, 7
         return ids
 
-    return make_workload([290, 280], routing=routing)
+    return make_workload([290, 280], routing=routing, **options)
+
+
+@pytest.fixture(scope="module")
+def workload() -> Workload:
+    return make()
+
+
+@pytest.fixture(scope="module")
+def mxfp8_workload() -> Workload:
+    return make(H=128, I=256, S=384, precision="mxfp8")
 
 
 def backward(workload: Workload, workspace: functional.Workspace, config: MoKConfig) -> tuple[Tensor | None, ...]:
@@ -49,7 +59,7 @@ def backward(workload: Workload, workspace: functional.Workspace, config: MoKCon
     _, context = forward(workload, workspace, config, schedule)
     d_output = workload.x[rank].roll(1, 0)
     x, router_weights = workload.x[rank], workload.router_weights[rank]
-    weights = weights_of(workload, workspace.member)
+    weights = weights_of(workload, workspace.member, pack_backward)
     workspace.shared.lost_signals = list(getattr(workspace.shared, "lost_in_backward", []))
     try:
         return functional.backward(config, workspace, schedule, context, d_output, x, router_weights, *weights)
@@ -94,6 +104,12 @@ def test_every_edge_of_a_backward_is_lost() -> None:
 @pytest.mark.parametrize(("mode", "edge"), [(mode, edge) for mode, edges in MODES.items() for edge in edges])
 def test_a_lost_signal_is_a_deadlock(workload: Workload, mode: str, edge: str) -> None:
     fail_and_recover(workload, MoKConfig(mode=mode, **SMALL_RING), (edge, 1, -1, -1))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("edge", ["d_gate_up_ready", "segment_ready", "slot_free"])
+def test_a_lost_signal_around_quantize(mxfp8_workload: Workload, mode: str, edge: str) -> None:
+    fail_and_recover(mxfp8_workload, MoKConfig(mode=mode, wire="mxfp8", **SMALL_RING), (edge, 1, -1, -1))
 
 
 @pytest.mark.parametrize("edge", ["d_y_ready", "segment_ready", "carry_done", "slot_free"])

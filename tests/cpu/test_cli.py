@@ -24,7 +24,7 @@ from mok_modular.config import PRESETS, MoEShape, MoKConfig
 from mok_modular.errors import MoKDeadlockError
 from mok_modular.plan import Plan
 from mok_modular.routing import Routing, load_routing, save_routing
-from mok_modular.testing import ForwardResult, PassesResult, TensorCheck, Workload, check_forward
+from mok_modular.testing import REPLAYED, ForwardResult, PassesResult, TensorCheck, Workload, check_forward
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--shape", "64,128,8,2,64", "--tokens", "24"]
@@ -108,6 +108,9 @@ def run_process(cwd: Path, argv: list[str], exit_code: int = 0) -> subprocess.Co
         (["run", "--precision", "fp8"], ["--precision", "fp8", "mxfp8"]),
         (["run", "--precision", "mxfp8", "--shape", "64,128,16,4"], ["hidden_size", "128", "MXFP8", "64"]),
         (["ab", "--iters", "0"], ["--iters", "0"]),
+        (["stages", "--only", "combiner"], ["--only", "combiner", "combine"]),
+        (["stages", "--dump", "x"], ["--dump needs --only"]),
+        (["stages", "--only", "reduce", "--tokens", "-1"], ["--tokens", "-1"]),
         (["ab", "--plans", "some"], ["--plans", "some", "all"]),
         (["build", "--target", "sm_100f"], ["sm_100f", "not available in this version", "host"]),
         (["build", "--plan", "down|combine"], ["down|combine", "plan"]),
@@ -357,6 +360,38 @@ def test_stages(capsys: pytest.CaptureFixture[str]) -> None:
     assert (Path(sources.split()[1]) / "stages" / "dispatch.h").exists()
 
 
+@pytest.mark.parametrize("name", REPLAYED)
+def test_a_stage_alone_on_captured_routing(
+    capsys: pytest.CaptureFixture[str], routing_file: str, tmp_path: Path, name: str
+) -> None:
+    argv = ["stages", "--only", name, "--routing", routing_file, "--shape", "128,256,8,2", "--dump", str(tmp_path)]
+    report = run_json(capsys, argv)
+    assert (report["name"], report["ok"], report["routing"]) == (name, True, "made for this test")
+    assert report["num_rows"] == int((load_routing(routing_file).expert_ids[0] >= 0).sum())
+    assert report["num_values"] > 0
+    assert report["seconds"] > 0
+    if name in ("grouped_gemm", "swiglu", "reduce"):
+        assert report["check"]["ratio"] <= 1.5
+        assert report["num_differing"] < report["num_values"] / 20
+    else:
+        assert report["check"] is None
+        assert report["num_differing"] == 0
+    results = torch.load(tmp_path / f"{name}.pt", weights_only=True)["results"]
+    assert sum(tensor.numel() for launch in results for tensor in launch) == report["num_values"]
+    assert main(argv[:5]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[-1] == "ok"
+
+
+def test_a_stage_that_leaves_its_reference_exits_1(
+    capsys: pytest.CaptureFixture[str], routing_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = mok_modular.stages.combine.launch
+    monkeypatch.setattr(mok_modular.stages.combine, "launch", lambda *args: [y.roll(1, 0) for y in real(*args)])
+    report = run_json(capsys, ["stages", "--only", "combine", "--routing", routing_file], exit_code=1)
+    assert report["ok"] is False
+    assert report["num_differing"] > 0
+
+
 def test_stages_without_the_extension(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mok_modular._host", None)
     assert {row["implementation"] for row in run_json(capsys, ["stages"])["stages"]} == {"none"}
@@ -413,7 +448,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     assert report["ok"] is True
     assert {"python", "torch", "host target", "host flags", "cpu", "cpu features", "gpus"} <= set(report["facts"])
     assert "kernels for sm_90" in report["facts"]["gpus"]
-    assert "right output" in report["facts"]["forward"]
+    assert "right output" in report["facts"]["layer"]
     (problem,) = [p for p in report["problems"] if "CUDA_" in p["what"]]
     assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in problem["what"]
     assert problem["broken"] is False
@@ -428,7 +463,7 @@ def test_doctor_of_a_broken_installation(capsys: pytest.CaptureFixture[str], mon
     monkeypatch.setattr(mok_modular.doctor, "host_build_info", missing)
     report = run_json(capsys, ["doctor"], exit_code=1)
     assert report["ok"] is False
-    assert "forward" not in report["facts"]
+    assert "layer" not in report["facts"]
     (problem,) = [p for p in report["problems"] if p["broken"]]
     assert problem == {
         "what": "the host extension does not load (no such file)",
@@ -447,13 +482,13 @@ def test_doctor_runs_where_the_extension_is_missing(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "something is broken"
 
 
-def test_doctor_judges_the_forward() -> None:
+def test_doctor_judges_the_layer() -> None:
     def broken() -> bool:
         raise RuntimeError("illegal instruction")
 
     for forward, words in ((broken, "RuntimeError: illegal instruction"), (lambda: False, "wrong output")):
         report = mok_modular.doctor.Report()
-        mok_modular.doctor.check_forward_runs(report, forward)
+        mok_modular.doctor.check_layer_runs(report, forward)
         assert not report.is_ok
         assert words in report.problems[0].what
 

@@ -290,3 +290,29 @@ def test_many_groups_and_ranks() -> None:
     expected = run(workload, CONFIG)
     for _ in range(3):
         assert same_bits(run(workload, CONFIG), expected)
+
+
+# ---- all_reduce ----
+
+
+def test_all_reduce_adds_in_the_order_of_the_ranks() -> None:
+    values = torch.tensor([2.0**27, 1.0, -(2.0**27), 1.0])
+
+    def step(member: Any) -> tuple[Tensor, Tensor]:
+        parts = values[member.rank()].clone(), torch.full((2, 3), member.rank(), dtype=torch.bfloat16)
+        parts[0].requires_grad_()
+        member.all_reduce(parts)
+        member.all_reduce([])
+        return parts
+
+    for total, ranks in LocalGroup(4).run(step):
+        assert total.item() == 1.0  # the first 1 is lost beside 2^27, the last is not
+        assert torch.equal(ranks, torch.full((2, 3), 6, dtype=torch.bfloat16))
+
+
+def test_all_reduce_names_what_differs() -> None:
+    for other in (torch.zeros(3), torch.zeros(2).double()):
+        with pytest.raises(ValueError, match="all_reduce: shapes and dtypes must be the same"):
+            LocalGroup(2).run(
+                lambda member, other=other: member.all_reduce([other if member.rank() else torch.zeros(2)])
+            )

@@ -26,6 +26,8 @@ from helpers import (
     weights_of,
     workspace_for,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from mok_modular import LocalGroup, MoE, MoKConfig, MoKPeerError, functional, ops
@@ -218,6 +220,55 @@ def test_random_orders(workload: Workload, expected: Results, seed: int) -> None
 def test_threads(workload: Workload, expected: Results, plan: str, wire: str) -> None:
     config = MoKConfig(mode=plan, wire=wire, **SMALL_RING)
     assert_all_same(run_both(workload, config, executor="threads", num_workers=3), expected)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Workload, list[dict[str, Any]], list[dict[str, Any]]]:
+    """A workload, and two choices of config and group that must not matter."""
+    num_ranks = draw(st.sampled_from([1, 2, 3]))
+    sizes = {
+        "E": num_ranks * draw(st.integers(1, 4)),
+        "K": draw(st.sampled_from([1, 2, 5])),
+        "H": 128 * draw(st.integers(1, 2)),
+        "I": 128 * draw(st.integers(1, 2)),
+        "S": 128 * draw(st.integers(0, 2)),
+    }
+    num_tokens = [draw(st.sampled_from([0, 1, 7, 31, 33, 130])) for _ in range(num_ranks)]
+    limit = draw(st.sampled_from([None, 0.0, 0.7]))
+    workload = make_mxfp8_workload(num_tokens, seed=draw(st.integers(0, 1000)), swiglu_limit=limit, **sizes)
+    configs, groups = [], []
+    for _ in range(2):
+        row_block = draw(st.sampled_from([128, 256]))
+        minibatch = row_block * draw(st.integers(1, 3))
+        config = {
+            "mode": draw(st.sampled_from(PLANS)),
+            "wire": draw(st.sampled_from(["bf16", "mxfp8"])),
+            "row_block": row_block,
+            "minibatch_size": minibatch,
+            "macrobatch_size": minibatch * draw(st.integers(1, 3)),
+            "signal_grain": draw(st.sampled_from(["row_block", "minibatch"])),
+            "ring": draw(st.sampled_from(["interleaved", "serial"])),
+        }
+        if draw(st.booleans()):
+            config["macrobatch_size"] = 64 * minibatch
+            config["combine"] = draw(st.sampled_from(["pull", "push"]))
+        configs.append(config)
+        orders = st.sampled_from(["round_robin", "random", "last_first"])
+        groups.append(
+            {"order": draw(orders), "seed": draw(st.integers(0, 2**32)), "num_workers": draw(st.integers(1, 6))}
+        )
+    return workload, configs, groups
+
+
+@given(problems())
+@settings(max_examples=30)
+def test_any_problem(problem: tuple[Workload, list[dict[str, Any]], list[dict[str, Any]]]) -> None:
+    workload, configs, groups = problem
+    first, second = (
+        run_both(workload, MoKConfig(**config), **group) for config, group in zip(configs, groups, strict=True)
+    )
+    assert_results_right(workload, first)
+    assert_all_same(second, first)
 
 
 def test_recomputed_context(workload: Workload, expected: Results) -> None:

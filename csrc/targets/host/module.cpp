@@ -20,6 +20,7 @@ using namespace nb::literals;
 namespace mok::host {
 void bind_cuda(nb::module_& m);
 void bind_mxfp8(nb::module_& m);
+void bind_explore(nb::module_& m);
 }  // namespace mok::host
 
 namespace mok::kernels {
@@ -223,6 +224,16 @@ nb::dict run(Workspace& workspace, std::vector<RankProgram*> programs, const std
     out["trace"] =
         nb::bytes(reinterpret_cast<const char*>(result.trace.data()), result.trace.size() * sizeof(TraceRecord));
     out["num_dropped"] = result.num_dropped;
+    nb::list uses;
+    for (int stage = 0; stage < kNumStages; ++stage)
+      for (int edge = 0; edge < kNumEdges; ++edge) {
+        const auto add = [&](const char* what) {
+          uses.append(nb::make_tuple(stage_name(static_cast<Stage>(stage)), edge_name(static_cast<Edge>(edge)), what));
+        };
+        if (result.waited[stage] >> edge & 1) add("wait");
+        if (result.published[stage] >> edge & 1) add("publish");
+      }
+    out["uses"] = uses;
     out["trace_end"] = result.trace_end;
   }
   return out;
@@ -379,6 +390,7 @@ NB_MODULE(_host, m) {
   bind_program(m);
   bind_cuda(m);
   bind_mxfp8(m);
+  bind_explore(m);
   m.def("run", &run, "workspace"_a, "programs"_a, "order"_a, "seed"_a, "use_threads"_a, "timeout_s"_a,
         "start_timeout_s"_a, "lost_signals"_a = std::vector<std::tuple<std::string, int, int, long long>>{},
         "faults"_a = nb::list(), "is_traced"_a = false, "trace_begin"_a = 0, "trace_capacity"_a = 1 << 16);

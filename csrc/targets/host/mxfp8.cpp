@@ -89,6 +89,13 @@ void dequantize(std::uintptr_t data, std::uintptr_t scale, int64 num, int64 rows
   }
 }
 
+// What stages leave of `num` values under one scale, for tests: whatever amax they would have had.
+void round_trip_values(std::uintptr_t x, int64 num, uint32 scale, std::uintptr_t out) {
+  for (int64 i = 0; i < num; ++i)
+    reinterpret_cast<uint16*>(out)[i] =
+        static_cast<uint16>(round_trip(uint32{reinterpret_cast<const uint16*>(x)[i]}, scale));
+}
+
 }  // namespace
 
 void bind_mxfp8(nb::module_& m) {
@@ -96,6 +103,7 @@ void bind_mxfp8(nb::module_& m) {
         nb::call_guard<nb::gil_scoped_release>());
   m.def("mxfp8_dequantize", &dequantize, "data"_a, "scale"_a, "num"_a, "rows"_a, "cols"_a, "out"_a, "is_bf16"_a,
         nb::call_guard<nb::gil_scoped_release>());
+  m.def("mxfp8_round_trip", &round_trip_values, "x"_a, "num"_a, "scale"_a, "out"_a);
 }
 
 }  // namespace mok::host

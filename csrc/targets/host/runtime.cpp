@@ -43,13 +43,16 @@ void Worker::end_wait(const Wait& wait) {
   if (!is_satisfied) runtime_.record_wait(*this, wait);
   if (is_satisfied && !is_cross_rank(wait.edge))
     counted_.push_back(CountedWait{task_, wait.edge, wait.index, wait.word, wait.want});
-  if (is_traced_) record(TraceKind::wait, &wait, is_satisfied);
+  if (!is_traced_) return;
+  record(TraceKind::wait, &wait, is_satisfied);
+  waited_[static_cast<int>(task_.stage)] |= 1ull << static_cast<int>(wait.edge);
 }
 void Worker::fail(const Args& args, const Wait& wait) {
   if (wait.is_satisfied()) runtime_.record_wait(*this, wait);  // else end_wait did
   runtime_.abort(Reason::mismatch, args);
 }
 bool Worker::may_publish(Edge edge, int64 index, int32 dst_rank) {
+  if (is_traced_) published_[static_cast<int>(task_.stage)] |= 1ull << static_cast<int>(edge);
   return runtime_.may_publish(*this, edge, index, dst_rank);
 }
 
@@ -205,6 +208,10 @@ void Runtime::run_worker(const LaunchSpec& spec, Worker& worker) {
   }
   result_.trace.insert(result_.trace.end(), worker.trace_.begin(), worker.trace_.end());
   result_.num_dropped += worker.num_dropped_;
+  for (int i = 0; i < kNumStages; ++i) {
+    result_.waited[i] |= worker.waited_[i];
+    result_.published[i] |= worker.published_[i];
+  }
 }
 
 }  // namespace mok::host

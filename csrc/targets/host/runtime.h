@@ -79,8 +79,9 @@ struct Result {
   std::vector<std::vector<KernelStats>> stats;  // by rank
   long long num_switches = 0;
   std::vector<TraceRecord> trace;
-  long long num_dropped = 0;  // records
-  long long trace_end = 0;    // steps
+  long long num_dropped = 0;                                               // records
+  long long trace_end = 0;                                                 // steps
+  unsigned long long waited[kNumStages] = {}, published[kNumStages] = {};  // bits of edges, by stage; traced runs
 };
 
 class Runtime {

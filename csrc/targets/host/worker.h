@@ -135,6 +135,7 @@ class Worker {
   long long last_mark_ = 0;  // where the interval at hand begins
   std::vector<TraceRecord> trace_;
   long long num_dropped_ = 0;
+  unsigned long long waited_[kNumStages] = {}, published_[kNumStages] = {};  // bits of edges, by stage
   std::vector<CountedWait> counted_;
 };
 

@@ -1,0 +1,106 @@
+// The skeleton of a sequence of calls: what is left of the protocol without arithmetic. Processes wait for words, set
+// them, and read and write cells; a cell holds the version that was last written to it, and a read knows which one it
+// must find. Words only grow, but for a reset.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "layout.h"
+
+namespace mok::explore {
+
+enum class Op : std::uint8_t {
+  wait,        // word >= value
+  wait_exact,  // word == value
+  set,         // word = value
+  add,         // word += value
+  arrive,      // word += 1; whoever does not make it `value` goes on behind the next `skip` actions
+  read,        // of a cell that must hold version `value`
+  write,       // of version `value` to a cell
+  draw,        // of a task: none after an abort
+  start,       // wait of a kernel for those before it: order of launches, which always comes
+  leave,       // the kernel's end for those behind it
+  finish,      // a rank has its output: an error if it was made of what a false wait let through
+  reset,       // words get the model's reset values, aborts are forgotten
+};
+
+// Versions: of a call and a row block, of the carry of a macrobatch, or of a call alone.
+constexpr int kVersionsOfCall = 64, kCarryVersion = 16, kWholeVersion = 62;
+
+struct Action {
+  Op op;
+  int object = 0;
+  int value = 0;
+  int skip = 0;
+  int task = 0;
+};
+
+struct TaskName {
+  int rank, call;
+  std::string text;
+};
+
+// One worker: what it does in order, and where it goes on when a wait was given up or a draw sees the abort.
+struct Process {
+  int rank;
+  std::vector<Action> actions;
+  std::vector<int> exit;
+};
+
+struct Model {
+  int num_ranks = 0;
+  std::vector<std::string> words, cells;
+  std::vector<int> initial_words, initial_cells;
+  std::vector<std::pair<int, int>> reset_words;
+  std::vector<TaskName> tasks;
+  std::vector<Process> processes;
+  bool is_careless = false;      // planted: goes on after a false wait
+  std::uint64_t used_edges = 0;  // bits of the edges that a wait or signal is of
+};
+
+// ---- what is explored ----
+
+enum class Workers {
+  one,      // one for all kernels of a rank: the fewest
+  streams,  // one for each stream, and in a kernel of all stages one for each role
+  tasks,    // one for each task: the most
+};
+
+// A fault that must be found, by name (see fault_names()).
+struct Setup {
+  std::string sequence;  // S schedule, F forward, C recompute, B backward, R abort and reset
+  int num_ranks = 2;
+  std::vector<Group> groups;                           // of the forward's plan, in data-flow order
+  int ring_blocks = 2;                                 // row blocks of the ring, a slot each
+  std::vector<std::vector<int>> experts;               // [rank][block]: local expert
+  std::vector<std::vector<std::vector<int>>> sources;  // [rank][block]: ranks that its rows come from
+  Workers workers = Workers::one;
+  bool is_push_dispatch = false, is_pull_combine = false;
+  bool is_zero_copy = false;       // the caller writes the published input itself, between calls
+  std::string fault;               // empty: the protocol as it is
+  bool is_expiry_allowed = false;  // any one wait may be given up
+};
+
+Model make_model(const Setup& setup);  // throws std::invalid_argument
+std::vector<std::string> fault_names();
+
+// ---- exploration ----
+
+struct Event {
+  int rank, call;
+  std::string task, text;
+};
+
+struct Verdict {
+  bool is_ok = true;
+  bool is_complete = true;  // no state was left unvisited
+  long long num_states = 0, num_steps = 0;
+  std::string violation;
+  std::vector<Event> story;  // what leads there, without what does not matter
+};
+
+Verdict search(const Model& model, bool is_expiry_allowed, bool is_reduced, long long max_states);
+
+}  // namespace mok::explore

@@ -1,0 +1,192 @@
+"""The explorer: sequences of calls end with no state left, planted faults are found, and the skeletons are those of the
+stage code: both are held against one edge table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers import FULL_RING, SMALL_RING, build, forward, make_workload, weights_of, workspace_for
+
+from mok_modular import LocalGroup, MoKConfig, cli, functional
+from mok_modular.explore import LAYOUTS, PLANTED, SEQUENCES, SMALL, STRADDLING, Setup, explore, search, setups
+from mok_modular.plan import Plan, all_plans
+from mok_modular.targets.host import extension
+
+FEW_PLANS = [Plan.parse(text) for text in ("split", "fused", "dispatch|gate_up+swiglu+down+combine")]
+
+
+@pytest.mark.parametrize("sequence", SEQUENCES)
+def test_no_state_is_left(sequence: str) -> None:
+    """Three plans here; `mok-modular explore` goes through all 16 in about 80 s on two cores."""
+    results = list(explore(sequence, FEW_PLANS))
+    assert len(results) == len(list(setups(sequence, FEW_PLANS)))
+    for result in results:
+        assert result.is_ok, result.tell()
+        assert result.is_complete
+        assert result.verdict == "ok"
+
+
+def test_every_plan_once() -> None:
+    for plan in all_plans():
+        for layout in LAYOUTS[3]:
+            assert search(Setup("FFBB", str(plan), layout, "tasks")).verdict == "ok"
+
+
+def test_every_fault_is_planted() -> None:
+    assert set(PLANTED) == set(extension().protocol_faults())
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_planted_fault_is_found(fault: str) -> None:
+    """And nothing is found where it is not planted."""
+    setup = PLANTED[fault]
+    assert setup.fault == fault
+    result = search(setup)
+    assert result.verdict == "violation"
+    assert result.story
+    told = result.tell()
+    assert told.splitlines()[-1] == f"  So {result.violation}."
+    without = search(dataclasses.replace(setup, fault=""))
+    assert without.verdict == "ok", without.tell()
+
+
+@pytest.mark.parametrize("fault", ["done_before_publish", "push_without_entered"])
+def test_what_the_planted_fault_is_not(fault: str) -> None:
+    """Both are planted where a recomputation does not wait at its end, which is right by itself."""
+    assert search(dataclasses.replace(PLANTED[fault], fault="recompute_returns_early")).verdict == "ok"
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("recompute_without_done", "reads x of rank 0 and finds what call 2 wrote instead of what call 1 wrote"),
+        ("ring_counts_generations", "dispatch[1] waits for slot_free[3] of rank 0, call 1, has 0 and wants 1"),
+        (
+            "carry_without_read_edge",
+            "finds what call 2 wrote in macrobatch 1 instead of what call 2 wrote in macrobatch 0",
+        ),
+        ("writes_after_false_wait", "returns an output made of what was written after a false wait"),
+        ("reset_zeroes_done", "publish waits for done[0] even of rank 0, has 0 and wants 20"),
+    ],
+)
+def test_violations_in_words(fault: str, text: str) -> None:
+    assert text in search(PLANTED[fault]).violation
+
+
+@pytest.mark.parametrize("workers", ["one", "streams"])
+@pytest.mark.parametrize("sequence", ["SS", "CC", "F", "FRF"])
+@pytest.mark.parametrize("is_expiry_allowed", [False, True])
+def test_reduction_changes_no_verdict(sequence: str, workers: str, is_expiry_allowed: bool) -> None:
+    setup = Setup(sequence, "fused", SMALL, workers, is_expiry_allowed=is_expiry_allowed)
+    if workers == "streams" and (is_expiry_allowed or sequence == "FRF"):
+        pytest.skip("millions of states")
+    reduced, whole = search(setup), search(setup, is_reduced=False)
+    assert (reduced.verdict, whole.verdict) == ("ok", "ok")
+    assert reduced.num_states <= whole.num_states
+
+
+@pytest.mark.parametrize("fault", ["one_id_region", "recompute_without_done", "surplus_sends_no_done", "lost_signal"])
+def test_reduction_hides_no_fault(fault: str) -> None:
+    setup = dataclasses.replace(PLANTED[fault], workers="streams")
+    assert search(setup).verdict == "violation"
+    assert search(setup, is_reduced=False).verdict == "violation"
+
+
+def test_a_search_that_is_cut_short_says_so() -> None:
+    result = search(Setup("F", "fused", LAYOUTS[2][0], "streams", is_expiry_allowed=True), max_states=10)
+    assert result.is_ok
+    assert not result.is_complete
+    assert result.verdict == "not finished"
+
+
+def test_wrong_names() -> None:
+    with pytest.raises(ValueError, match="no fault of the protocol has the name 'nothing'"):
+        search(Setup("F", "split", SMALL, fault="nothing"))
+    with pytest.raises(ValueError, match="a sequence is made of S, F, C, B and R"):
+        search(Setup("FX", "split", SMALL))
+    with pytest.raises(ValueError, match="a backward without a forward"):
+        search(Setup("B", "split", SMALL))
+
+
+# ---- one edge table: skeletons and stage code ----
+
+
+def real_waits(config: MoKConfig) -> Iterator[tuple[str, str]]:
+    """(stage, edge) of every wait of a schedule, a forward, a recomputation and a backward of the stage code."""
+    workload = make_workload([150, 140, 0], E=3, K=4)
+
+    def step(member: Any) -> set[tuple[str, str]]:
+        rank = member.rank()
+        workspace = workspace_for(workload, member, config)
+        schedule = build(workload, workspace, config)
+        _, context = forward(workload, workspace, config, schedule)
+        weights = weights_of(workload, member)
+        x, router = workload.x[rank], workload.router_weights[rank]
+        functional.recompute_forward_context(config, workspace, schedule, x, *weights[:2], *weights[3:5])
+        functional.backward(config, workspace, schedule, context, x, x, router, *weights)
+        return {(wait[0], wait[1]) for wait in workspace.shared.signal_uses if wait[2] == "wait"} | {
+            (use[0], use[1] + "!") for use in workspace.shared.signal_uses if use[2] == "publish"
+        }
+
+    yield from LocalGroup(3).run(step)[0]
+
+
+def test_stage_code_and_skeletons_use_the_same_edges() -> None:
+    """Every wait and signal of the stage code, in all plans, is in the table, and every row of the table is in use."""
+    table = extension().edge_table()
+    seen: set[tuple[str, str]] = set()
+    for plan in all_plans():
+        seen |= set(real_waits(MoKConfig(mode=str(plan), **SMALL_RING, trace=True)))
+    for mode in ("split", "fused"):
+        seen |= set(real_waits(MoKConfig(mode=mode, **FULL_RING, dispatch="push", combine="pull", trace=True)))
+    waits = {use for use in seen if not use[1].endswith("!")}
+    signals = {(stage, edge[:-1]) for stage, edge in seen if edge.endswith("!")}
+    anywhere = {edge for edge, (writers, _) in table.items() if len(writers) > 15}
+    assert anywhere == {"done", "exited"}
+    for stage, edge in waits:
+        assert stage in table[edge][1], f"{stage} waits for {edge}"
+    for stage, edge in signals:
+        assert stage in table[edge][0], f"{stage} signals {edge}"
+    for edge, (writers, readers) in table.items():
+        if edge not in anywhere:
+            assert {(stage, edge) for stage in writers} <= signals, edge
+        if edge != "published":
+            assert {(stage, edge) for stage in readers} <= waits, edge
+
+
+def test_skeletons_use_every_edge_of_the_table() -> None:
+    used: set[str] = set()
+    for plan in all_plans():
+        used |= set(search(Setup("SFCB", str(plan), LAYOUTS[2][0])).edges)
+    full = dataclasses.replace(LAYOUTS[2][0], ring_blocks=8)
+    used |= set(search(Setup("F", "split", full, is_push_dispatch=True, is_pull_combine=True)).edges)
+    used |= set(search(Setup("FB", "split", STRADDLING)).edges)
+    # A schedule's end is the end of its process.
+    assert set(extension().edge_table()) - used <= {"exited", "schedule_exited"}
+
+
+# ---- the command ----
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explore", "--sequence", "CC", "--plan", "split", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"]
+    assert report["sequences"][0]["sequence"] == "CC"
+    assert report["sequences"][0]["num_states"] > 0
+    assert cli.main(["explore", "--sequence", "SSS"]) == 0
+    assert "SSS" in capsys.readouterr().out
+
+
+def test_command_tells_a_story(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explore", "--fault", "recompute_without_done"]) == 1
+    out = capsys.readouterr().out
+    assert "rank 0, call 2, publish: " in out
+    assert "So rank 1, call 1, dispatch[0] reads x of rank 0" in out
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["explore", "--fault", "nothing"])
+    assert "--fault must be one of one_id_region" in capsys.readouterr().err
