@@ -296,11 +296,6 @@ class TaskSequence {
     task->part = index % num_parts();
   }
 
-  MOK_DEVICE static bool is_shared_product(Stage stage) {
-    return stage == Stage::shared_gate_up || stage == Stage::shared_down || stage == Stage::shared_down_dgrad ||
-           stage == Stage::shared_gate_up_dgrad;
-  }
-
   // Turn t: row block t of every expert that has as many in this generation. An expert's rows are in the order of tokens, so
   // that a token's rows, which are spread over the experts, are read at about the same time: from memory once, then
   // from the cache. (In order of experts they come from memory again; measured in docs/hopper.md.)
@@ -336,6 +331,11 @@ class TaskSequence {
     int32 expert = -1, block = -1;
     for (int32 left = index - turn_.first; left >= 0; left -= block >= 0) block = block_of_expert(turn_.idx, ++expert);
     return block;
+  }
+
+  MOK_DEVICE static bool is_shared_product(Stage stage) {
+    return stage == Stage::shared_gate_up || stage == Stage::shared_down || stage == Stage::shared_down_dgrad ||
+           stage == Stage::shared_gate_up_dgrad;
   }
 
   // GEMM tasks of a window: expert by expert; inside an expert rows fastest, so that a column tile of weights is read

@@ -209,23 +209,28 @@ struct GroupedGemm {
   MOK_DEVICE static int32 plane_accumulator(Plane plane) {
     return plane == Plane::hidden ? -1 : plane == Plane::up ? 1 : 0;
   }
-  // An element of a plane from its rounded accumulators.
-  MOK_DEVICE static bf16 rounded_element(const Call& call, Plane, float acc0, float acc1) {
-    return swiglu(call, acc0, acc1);
-  }
 
   // The calling lanes hold 32 columns of one row; this one holds Lanes::kNum of them.
   template <class Lanes>
   MOK_DEVICE static void element(const Call& call, Plane plane, const float (&acc0)[Lanes::kNum],
                                  const float (&acc1)[Lanes::kNum], const Lanes& lanes, bf16 (&out)[Lanes::kNum]) {
+    float rounded[2][Lanes::kNum];
     MOK_UNROLL
     for (int32 i = 0; i < Lanes::kNum; ++i) {
-      if (plane == Plane::hidden)
-        out[i] = rounded_element(call, plane, to_float(to_bf16(acc0[i])), to_float(to_bf16(acc1[i])));
-      else
-        out[i] = to_bf16(plane == Plane::up ? acc1[i] : acc0[i]);
+      out[i] = to_bf16(plane == Plane::up ? acc1[i] : acc0[i]);
+      rounded[0][i] = to_float(to_bf16(acc0[i]));
+      rounded[1][i] = to_float(to_bf16(acc1[i]));
     }
-    if (!kIsShared && plane == Plane::hidden && call.shape.is_mxfp8()) round_trip(lanes, out);
+    if (plane_accumulator(plane) < 0) rounded_element(call, plane, rounded[0], rounded[1], lanes, out);
+  }
+  // The same for a plane that is made of both accumulators, from their rounded values.
+  template <class Lanes>
+  MOK_DEVICE static void rounded_element(const Call& call, Plane, const float (&acc0)[Lanes::kNum],
+                                         const float (&acc1)[Lanes::kNum], const Lanes& lanes,
+                                         bf16 (&out)[Lanes::kNum]) {
+    MOK_UNROLL
+    for (int32 i = 0; i < Lanes::kNum; ++i) out[i] = swiglu(call, acc0[i], acc1[i]);
+    if (!kIsShared && call.shape.is_mxfp8()) round_trip(lanes, out);
   }
 
   // Where the rows of a task's block start in a plane; null where each row has a place of its own, at its source.

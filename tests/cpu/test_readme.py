@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from mok_modular import _host, cli
-from mok_modular.plan import SHARED_STAGES, STAGES, all_plans
-from mok_modular.targets import cuda_device
+from mok_modular.plan import SHARED_STAGES, STAGES
 from mok_modular.targets.host import TASK_ORDER, WRITERS
 
 ROOT = Path(__file__).parents[2]
@@ -150,8 +149,6 @@ def test_every_target_has_the_names_of_the_target_table(header: str) -> None:
 def test_support_table_says_what_runs() -> None:
     rows = table(section(README, "What runs today"))
     assert [words(row[0])[0] for row in rows] == ["host", "sm_90a", "sm_100f"]
-    num_plans = sum(all(group in cuda_device.ENTRIES for group in plan.groups) for plan in all_plans())
-    on_hopper = f"runs: {num_plans} of 16 plans"
-    assert {cell for row in rows for cell in row[1:]} <= {"runs", on_hopper, "compiles", "not yet"}
+    assert {cell for row in rows for cell in row[1:]} <= {"runs", "compiles", "not yet"}
     assert rows[0][1] == "runs"
-    assert rows[1][1] == on_hopper
+    assert rows[1][1] == "runs"

@@ -214,13 +214,13 @@ class Worker {
       rows &= rows - 1;
     }
   };
-  // Lane i holds the addresses of row i. Lane 0 issues all copies; its warp goes along.
+  // Lane i holds the addresses of row i. Lane 0 issues all copies; its warp goes along. Sources that others read soon stay
+  // in the L2, and what is written, far more than the L2 holds, goes first.
   __device__ void copy_chunks(uint32 rows, int32 size, unsigned long long to, unsigned long long from,
                               bool are_sources_read_again) {
     const uint32 warp = threadIdx.x / 32;
     const bool is_first = lane_idx() == 0;
     const uint32 chunks = smem_address(ring_->chunks[warp]), full = smem_address(ring_->full[warp]);
-    // Sources that others read soon stay in the L2, and what is written, far more than the L2 holds, goes first.
     Cursor load{rows}, store{rows};
     Position<kChunks> loaded = ring_position_;  // where loads are; the ring's own position is where stores are
     if (is_first) fence_proxy_async();  // what others wrote, acquired by the leader, before copies of this proxy

@@ -29,6 +29,17 @@ struct ElementWorker {
   }
 };
 
+// The four lanes of a quad hold 32 columns of a row: value i of a lane is column 8 * (i / 2) + 2 * (lane % 4) + i % 2.
+struct QuadLanes {
+  static constexpr int kNum = 8;
+  MOK_DEVICE int32 column(int32 i) const { return 8 * (i / 2) + 2 * (static_cast<int32>(lane_idx()) % 4) + i % 2; }
+  // Of all four; the whole warp calls.
+  MOK_DEVICE uint32 max(uint32 value) const {
+    value = max_of(value, __shfl_xor_sync(0xffffffffu, value, 1));
+    return max_of(value, __shfl_xor_sync(0xffffffffu, value, 2));
+  }
+};
+
 template <class Stages>
 class Consumer {
  public:
@@ -232,16 +243,21 @@ class Consumer {
     MOK_UNROLL
     for (int32 h = 0; h < 2; ++h) {  // a lane holds rows lane / 4 and lane / 4 + 8
       uint32 out[4];
-      MOK_UNROLL
-      for (int32 i = 0; i < 4; ++i) {
-        const int32 word = (col32 / 8 + i) * 2 + h;
-        if (accumulator >= 0) {
-          out[i] = words_[word + accumulator * kUpWords];
-        } else {
-          const uint32 word0 = words_[word], word1 = words_[word + kUpWords];
-          out[i] = pack(S::rounded_element(call, plane, half_of(word0, 0), half_of(word1, 0)),
-                        S::rounded_element(call, plane, half_of(word0, 1), half_of(word1, 1)));
+      const int32 first = col32 / 4 + h;  // every second word: those of the other row stand between
+      if (accumulator >= 0) {
+        MOK_UNROLL
+        for (int32 i = 0; i < 4; ++i) out[i] = words_[first + 2 * i + accumulator * kUpWords];
+      } else {
+        float acc0[QuadLanes::kNum], acc1[QuadLanes::kNum];
+        bf16 values[QuadLanes::kNum];
+        MOK_UNROLL
+        for (int32 i = 0; i < QuadLanes::kNum; ++i) {
+          acc0[i] = half_of(words_[first + i / 2 * 2], i % 2);
+          acc1[i] = half_of(words_[first + i / 2 * 2 + kUpWords], i % 2);
         }
+        S::rounded_element(call, plane, acc0, acc1, QuadLanes{}, values);
+        MOK_UNROLL
+        for (int32 i = 0; i < 4; ++i) out[i] = pack(values[2 * i], values[2 * i + 1]);
       }
       stmatrix_x4(write + h * 8 * kStagingPitch * sizeof(bf16) + col32 % 64 * sizeof(bf16), out);
     }
