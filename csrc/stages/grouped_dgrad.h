@@ -114,9 +114,9 @@ struct GroupedDgrad {
       const SwigluGradient gradient =
           swiglu_backward(call, to_float(gate[column]), to_float(up[column]), to_float(to_bf16(acc[i])), weight);
       router[i] = gradient.router;
-      out[i] = plane == DgradPlane::d_gate ? gradient.d_gate
-               : plane == DgradPlane::d_up ? gradient.d_up
-                                           : gradient.weighted_hidden;
+      out[i] = to_bf16(plane == DgradPlane::d_gate ? gradient.d_gate
+                       : plane == DgradPlane::d_up ? gradient.d_up
+                                                   : gradient.weighted_hidden);
     }
     // w * h is quantized later, along the rows.
     if (!kIsShared && plane != DgradPlane::weighted_hidden && call.shape.is_mxfp8()) round_trip(lanes, out);

@@ -13,8 +13,8 @@
 namespace mok {
 
 struct SwigluGradient {
-  bf16 d_gate, d_up, weighted_hidden;
-  float router;  // bf16(d_h) * h
+  float d_gate, d_up, weighted_hidden;  // to be rounded to BF16, once
+  float router;                         // bf16(d_h) * h
 };
 
 // gate, up and d_hidden hold BF16 values.
@@ -31,9 +31,9 @@ MOK_DEVICE SwigluGradient swiglu_backward(const Call& call, float gate, float up
   const float slope = sigmoid * fmaf_f32(gate, 1.0f - sigmoid, 1.0f);
   SwigluGradient out;
   out.router = d_hidden * hidden;
-  out.weighted_hidden = to_bf16(weight * hidden);
-  out.d_gate = is_gate_free ? to_bf16(weighted * up * slope) : bf16{0};
-  out.d_up = is_up_free ? to_bf16(weighted * silu) : bf16{0};
+  out.weighted_hidden = weight * hidden;
+  out.d_gate = is_gate_free ? weighted * up * slope : 0.0f;
+  out.d_up = is_up_free ? weighted * silu : 0.0f;
   return out;
 }
 
@@ -77,9 +77,9 @@ struct SwigluBackward {
             out[k] = swiglu_backward(call, element(g, e), element(u, e), element(d, e), weights[i / num_groups]);
             router[8 * j + e] = out[k].router;
           }
-          gates[j].pairs[pair] = pack(out[0].d_gate, out[1].d_gate);
-          ups[j].pairs[pair] = pack(out[0].d_up, out[1].d_up);
-          out_hidden.pairs[pair] = pack(out[0].weighted_hidden, out[1].weighted_hidden);
+          gates[j].pairs[pair] = pack(to_bf16(out[0].d_gate), to_bf16(out[1].d_gate));
+          ups[j].pairs[pair] = pack(to_bf16(out[0].d_up), to_bf16(out[1].d_up));
+          out_hidden.pairs[pair] = pack(to_bf16(out[0].weighted_hidden), to_bf16(out[1].weighted_hidden));
         }
         hidden[at] = out_hidden;
       }
