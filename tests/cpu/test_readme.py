@@ -52,7 +52,16 @@ def test_python_blocks_run(tmp_path: Path) -> None:
 def test_commands_of_readme_exist(capsys: pytest.CaptureFixture[str]) -> None:
     console = "\n".join(re.findall(r"^```console\n(.*?)^```", README, flags=re.M | re.S))
     commands = re.findall(r"^\$ mok-modular (.*?)(?:  +#.*)?$", console, flags=re.M)
-    assert {command.split()[0] for command in commands} == {"run", "ab", "stages", "build", "doctor"}
+    assert {command.split()[0] for command in commands} == {
+        "run",
+        "ab",
+        "stages",
+        "build",
+        "explain",
+        "explore",
+        "sweep",
+        "doctor",
+    }
     for command in commands:
         arguments = cli._make_parser().parse_args(command.split())
         assert callable(arguments.command)

@@ -105,6 +105,15 @@ def test_window_and_number_of_rows(workload: Workload) -> None:
     assert len({count for _, count in seen}) > 1
 
 
+@pytest.mark.parametrize("which", ["reference", "launch"])
+def test_rows_behind_the_last_come_out_as_zeros(which: str) -> None:
+    gate, up = torch.full((5, 64), float("nan")).bfloat16(), torch.full((5, 64), float("nan")).bfloat16()
+    gate[:2] = up[:2] = 1.0
+    out = getattr(stages.swiglu, which)(gate, up, num_rows=torch.tensor(2))
+    assert out[:2].ne(0).all()
+    assert out[2:].eq(0).all()
+
+
 def test_replay_takes_the_same_functions(workload: Workload) -> None:
     """A backward runs dispatch and gate_up again: with other gates than forward's the gradients would not fit."""
 

@@ -70,7 +70,7 @@ MUTATIONS = [
         "mok_modular/stages/swiglu.py",
         "gate.where(is_used, 0), up.where(is_used, 0)",
         "gate, up",
-        CPU + "test_swap.py -k our_own",
+        CPU + "test_swap.py -k behind_the_last",
     ),
     Mutation(
         "mok_modular/workspace.py",
