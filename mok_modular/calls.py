@@ -182,6 +182,11 @@ def layer_call(
     )
 
 
+def named_weights(*weights: Any) -> dict[str, Any]:
+    """The six weights by name, given in the order of `forward`: the shared expert's gate, up and down, the routed ones."""
+    return dict(zip((*SHARED_WEIGHTS, *ROUTED_WEIGHTS), weights, strict=True))
+
+
 def context_tensors(context: MoKForwardContext) -> dict[str, Tensor]:
     """The fields of a context by the names of csrc/layout.h."""
     return {f"context_{name}": tensor for name, tensor in vars(context).items()}

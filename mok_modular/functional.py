@@ -34,6 +34,7 @@ from mok_modular.calls import (
     keep_pushed_x,
     layer_call,
     make_collective,
+    named_weights,
     remember,
     schedule_fields,
     schedule_sizes,
@@ -146,14 +147,7 @@ def forward(
     Returns (output [T, H] bf16, context); the context's tensors are empty with save_context=False.
     """
 
-    weights: dict[str, Any] = {
-        "w_shared_gate": w_shared_gate,
-        "w_shared_up": w_shared_up,
-        "w_shared_down": w_shared_down,
-        "w_routed_gate": w_routed_gate,
-        "w_routed_up": w_routed_up,
-        "w_routed_down": w_routed_down,
-    }
+    weights = named_weights(w_shared_gate, w_shared_up, w_shared_down, w_routed_gate, w_routed_up, w_routed_down)
 
     def prepare() -> tuple[host.Call, Any]:
         unpacked, is_mxfp8 = unpack_forward(weights)

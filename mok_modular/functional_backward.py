@@ -21,6 +21,7 @@ from mok_modular.calls import (
     keep_pushed_x,
     layer_call,
     make_collective,
+    named_weights,
 )
 from mok_modular.config import MoKConfig
 from mok_modular.precision import RoutedWeight, unpack_backward, unpack_forward
@@ -128,14 +129,7 @@ def backward(
     """
 
     def prepare() -> tuple[host.Call, tuple[Tensor | None, ...]]:
-        weights: dict[str, Any] = {
-            "w_shared_gate": w_shared_gate,
-            "w_shared_up": w_shared_up,
-            "w_shared_down": w_shared_down,
-            "w_routed_gate": w_routed_gate,
-            "w_routed_up": w_routed_up,
-            "w_routed_down": w_routed_down,
-        }
+        weights = named_weights(w_shared_gate, w_shared_up, w_shared_down, w_routed_gate, w_routed_up, w_routed_down)
         weights, is_mxfp8 = unpack_backward(weights, can_replay=_can_replay(config, schedule))
         sizes = check_layer(workspace, config, schedule, x, router_weights, weights, swiglu_limit, is_mxfp8)
         _check_backward(workspace, config, schedule, context, d_output, x, sizes)
@@ -174,14 +168,7 @@ def backward_dgrad(
     """
 
     def prepare() -> tuple[host.Call, tuple[Tensor, Tensor, MoKDgradContext]]:
-        weights: dict[str, Any] = {
-            "w_shared_gate": w_shared_gate,
-            "w_shared_up": w_shared_up,
-            "w_shared_down": w_shared_down,
-            "w_routed_gate": w_routed_gate,
-            "w_routed_up": w_routed_up,
-            "w_routed_down": w_routed_down,
-        }
+        weights = named_weights(w_shared_gate, w_shared_up, w_shared_down, w_routed_gate, w_routed_up, w_routed_down)
         weights, is_mxfp8 = unpack_backward(weights, can_replay=False)
         sizes = check_layer(workspace, config, schedule, x, router_weights, weights, swiglu_limit, is_mxfp8)
         _check_backward(workspace, config, schedule, context, d_output, x, sizes)
@@ -221,14 +208,7 @@ def backward_wgrad(
     """
 
     def prepare() -> tuple[host.Call, tuple[Tensor | None, ...]]:
-        weights: dict[str, Any] = {
-            "w_shared_gate": w_shared_gate,
-            "w_shared_up": w_shared_up,
-            "w_shared_down": w_shared_down,
-            "w_routed_gate": w_routed_gate,
-            "w_routed_up": w_routed_up,
-            "w_routed_down": w_routed_down,
-        }
+        weights = named_weights(w_shared_gate, w_shared_up, w_shared_down, w_routed_gate, w_routed_up, w_routed_down)
         weights, is_mxfp8 = unpack_backward(weights, needs_values=False)
         sizes = check_layer(workspace, config, schedule, x, None, weights, None, is_mxfp8)
         _check_backward(workspace, config, schedule, context, d_output, x, sizes)
