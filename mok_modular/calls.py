@@ -183,7 +183,7 @@ def layer_call(
 
 
 def named_weights(*weights: Any) -> dict[str, Any]:
-    """The six weights by name, given in the order of `forward`: the shared expert's gate, up and down, the routed ones."""
+    """The six weights by name, given in the order of `forward`: the shared expert's gate, up and down, then routed."""
     return dict(zip((*SHARED_WEIGHTS, *ROUTED_WEIGHTS), weights, strict=True))
 
 
