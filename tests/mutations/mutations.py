@@ -136,8 +136,8 @@ MUTATIONS = [
     # ---- stages ----
     Mutation(
         "csrc/stages/dispatch.h",
-        "    if (!wait_slot_free(call, task.block, signals)) return false;",
-        "",
+        "wait_slot_free(call, task.block, signals) && wait_row_sources",
+        "wait_row_sources",
         CPU + "test_protocol_errors.py -k slot_free",
     ),
     Mutation(
@@ -184,8 +184,8 @@ MUTATIONS = [
     ),
     Mutation(
         "csrc/stages/grouped_gemm.h",
-        "const bool has_padding = !kIsShared && rows;",
-        "const bool has_padding = !kIsShared && !rows;",
+        "task.part * kTileCols + part.first_col,\n                    !kIsShared && rows);",
+        "task.part * kTileCols + part.first_col,\n                    !kIsShared && !rows);",
         CPU + "test_swap.py -k our_own",
     ),
     Mutation(
