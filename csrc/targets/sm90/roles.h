@@ -1,9 +1,9 @@
 // The role loops of a GEMM kernel on Hopper, for one GEMM stage of stages/grouped_gemm.h or for several.
 //
-// One CTA an SM, 384 threads. Warp group 0 (40 registers): a scheduler thread draws tasks and waits for what
+// One CTA an SM, 384 threads. Warp group 0 (kProducerRegisters): a scheduler thread draws tasks and waits for what
 // they need, a producer thread loads operands by TMA, a publisher thread says that a tile is stored, and where the kernel
 // holds communication too, the fourth warp does that (communicator.h). Warp groups 1 and 2
-// (232 registers) multiply (consumer.h): together they own a tile of 128 rows x 256 accumulator columns. Roles meet at
+// (kConsumerRegisters) multiply (consumer.h): together they own a tile of 128 rows x 256 accumulator columns. Roles meet at
 // mbarriers only. ptxas wants no `trap` in a role (C7512).
 #pragma once
 
