@@ -15,18 +15,28 @@ from mok_modular.plan import group_mask
 
 ARCH = "sm_90a"
 DEFINE = "MOK_TARGET_SM90"
-COPY_THREADS, COPY_CTAS_PER_SM = 256, 3  # kThreads and kCtasPerSm of csrc/targets/cuda/worker.h
-COPY_RING_BYTES = 65792
+import os
+
+SM_WARPS = 24
+"""Of copy and element kernels an SM: kWarps times kCtasPerSm of csrc/targets/cuda/worker.h."""
+ELEMENT_WARPS, COPY_WARPS = 8, int(os.environ.get("COPY_WARPS", "8"))
+"""Warps of a CTA, in kernels that compute and in those that copy rows."""
+COPY_RING_BYTES = -(-COPY_WARPS * (4 * 2048 + 4 * 8) // 128) * 128
 """Dynamic shared memory of a CTA that copies rows: sizeof(CopyRing) of csrc/targets/cuda/worker.h, asserted there."""
 GEMM_THREADS = 384
 GEMM_SMEM_BYTES = 231424
 """Dynamic shared memory of a GEMM CTA: at least sizeof(Shared) of csrc/targets/sm90/shared.h."""
 
 COPYING = frozenset({"publish", "dispatch", "combine"})
-COPY_KERNELS = {
-    name: nvrtc.Kernel(f"split/{name}.cu", (f"mok_{name}",), (f"MOK_COPY_RING_BYTES={COPY_RING_BYTES}",))
-    for name in ("schedule", "publish", "dispatch", "swiglu", "combine", "reduce")
-}
+
+
+def _kernel(name: str) -> nvrtc.Kernel:
+    num_warps = COPY_WARPS if name in COPYING else ELEMENT_WARPS
+    defines = (f"MOK_CTA_WARPS={num_warps}", f"MOK_COPY_RING_BYTES={COPY_RING_BYTES}")
+    return nvrtc.Kernel(f"split/{name}.cu", (f"mok_{name}",), defines if name in COPYING else defines[:1])
+
+
+COPY_KERNELS = {name: _kernel(name) for name in ("schedule", "publish", "dispatch", "swiglu", "combine", "reduce")}
 GEMM_KERNEL = nvrtc.Kernel(
     "split/grouped_gemm.cu",
     ("mok_gate_up", "mok_down", "mok_shared_gate_up", "mok_shared_down"),
@@ -142,13 +152,9 @@ def load_kernel(kernel: nvrtc.Kernel, cubin: nvrtc.Cubin) -> tuple[dict[str, Fun
             check(
                 driver().cuFuncSetAttribute(handle, attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
             )
-        functions[name] = Function(
-            handle,
-            GEMM_THREADS if is_gemm else COPY_THREADS,
-            num_smem_bytes,
-            1 if is_gemm else COPY_CTAS_PER_SM,
-            is_gemm,
-        )
+        num_warps = COPY_WARPS if name in COPYING else ELEMENT_WARPS
+        num_threads, ctas_per_sm = (GEMM_THREADS, 1) if is_gemm else (32 * num_warps, SM_WARPS // num_warps)
+        functions[name] = Function(handle, num_threads, num_smem_bytes, ctas_per_sm, is_gemm)
     return functions, module
 
 
