@@ -115,7 +115,7 @@ def build_schedule(
         call, sizes = remember(workspace, key, checked)
         ids = top_experts.to(torch.int32)
         schedule = empty_schedule(sizes, ids.device)
-        places = key and (key, ids.data_ptr(), schedule.peer_rank.data_ptr())
+        places = key and (key, ids.data_ptr(), *(tensor.data_ptr() for tensor in schedule_fields(schedule)))
         return with_tensors(call, workspace, schedule, {"top_experts": ids}, places), schedule
 
     schedule: MoKSchedule = make_collective(workspace, "build_schedule", config, prepare)
