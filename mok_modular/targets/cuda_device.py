@@ -15,14 +15,9 @@ from mok_modular.plan import group_mask
 
 ARCH = "sm_90a"
 DEFINE = "MOK_TARGET_SM90"
-import os
-
-SM_WARPS = 24
-"""Of copy and element kernels an SM: kWarps times kCtasPerSm of csrc/targets/cuda/worker.h."""
-ELEMENT_WARPS, COPY_WARPS = 8, int(os.environ.get("COPY_WARPS", "8"))
-"""Warps of a CTA, in kernels that compute and in those that copy rows."""
-COPY_RING_BYTES = -(-COPY_WARPS * (4 * 2048 + 4 * 8) // 128) * 128
-"""Dynamic shared memory of a CTA that copies rows: sizeof(CopyRing) of csrc/targets/cuda/worker.h, asserted there."""
+SM_WARPS, CTA_WARPS, LINK_WARPS = 24, 8, 2
+"""Warps of copy and element kernels: an SM's, a CTA's, and a CTA's where it pulls rows over links. A link's latency is
+hidden by other tasks: there more and smaller CTAs are faster; where all rows are local, slower (docs/hopper.md)."""
 GEMM_THREADS = 384
 GEMM_SMEM_BYTES = 231424
 """Dynamic shared memory of a GEMM CTA: at least sizeof(Shared) of csrc/targets/sm90/shared.h."""
@@ -30,13 +25,22 @@ GEMM_SMEM_BYTES = 231424
 COPYING = frozenset({"publish", "dispatch", "combine"})
 
 
-def _kernel(name: str) -> nvrtc.Kernel:
-    num_warps = COPY_WARPS if name in COPYING else ELEMENT_WARPS
-    defines = (f"MOK_CTA_WARPS={num_warps}", f"MOK_COPY_RING_BYTES={COPY_RING_BYTES}")
-    return nvrtc.Kernel(f"split/{name}.cu", (f"mok_{name}",), defines if name in COPYING else defines[:1])
+def copy_ring_bytes(num_warps: int) -> int:
+    """Dynamic shared memory of a CTA that copies: sizeof(CopyRing) of csrc/targets/cuda/worker.h, asserted there."""
+    return -(-num_warps * (4 * 2048 + 4 * 8) // 128) * 128
 
 
-COPY_KERNELS = {name: _kernel(name) for name in ("schedule", "publish", "dispatch", "swiglu", "combine", "reduce")}
+def copy_kernel(name: str, num_warps: int = CTA_WARPS) -> nvrtc.Kernel:
+    """A kernel of one copy or element stage, with CTAs of so many warps."""
+    defines = [f"MOK_CTA_WARPS={num_warps}"]
+    if name in COPYING:
+        defines.append(f"MOK_COPY_RING_BYTES={copy_ring_bytes(num_warps)}")
+    return nvrtc.Kernel(f"split/{name}.cu", (f"mok_{name}",), tuple(defines))
+
+
+COPY_KERNELS = {name: copy_kernel(name) for name in ("schedule", "publish", "dispatch", "swiglu", "combine", "reduce")}
+LINK_KERNELS = {"dispatch": copy_kernel("dispatch", LINK_WARPS)}
+"""In place of those of the same name where ranks have GPUs of their own."""
 GEMM_KERNEL = nvrtc.Kernel(
     "split/grouped_gemm.cu",
     ("mok_gate_up", "mok_down", "mok_shared_gate_up", "mok_shared_down"),
@@ -134,15 +138,17 @@ class Device:
 def load_kernel(kernel: nvrtc.Kernel, cubin: nvrtc.Cubin) -> tuple[dict[str, Function], Any]:
     """Loads compiled code into the current context: its functions by name, and the CUmodule."""
     is_gemm = any(define.startswith("MOK_GEMM_SMEM_BYTES") for define in kernel.defines)
+    sizes = [int(define.split("=")[1]) for define in kernel.defines if define.startswith("MOK_CTA_WARPS=")]
+    num_warps = sizes[0] if sizes else CTA_WARPS
     functions = {}
     module = check(driver().cuModuleLoadData(cubin.data))
     attributes = driver().CUfunction_attribute
     for entry in kernel.entries:
         name = entry.removeprefix("mok_")
         handle = check(driver().cuModuleGetFunction(module, entry.encode()))
-        num_smem_bytes = (
-            GEMM_SMEM_BYTES + 1024 if is_gemm else COPY_RING_BYTES if name in COPYING else 0
-        )  # GEMM: aligned
+        num_smem_bytes = copy_ring_bytes(num_warps) if name in COPYING else 0
+        if is_gemm:
+            num_smem_bytes = GEMM_SMEM_BYTES + 1024  # to be aligned
         if num_smem_bytes:
             check(
                 driver().cuFuncSetAttribute(
@@ -152,7 +158,6 @@ def load_kernel(kernel: nvrtc.Kernel, cubin: nvrtc.Cubin) -> tuple[dict[str, Fun
             check(
                 driver().cuFuncSetAttribute(handle, attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
             )
-        num_warps = COPY_WARPS if name in COPYING else ELEMENT_WARPS
         num_threads, ctas_per_sm = (GEMM_THREADS, 1) if is_gemm else (32 * num_warps, SM_WARPS // num_warps)
         functions[name] = Function(handle, num_threads, num_smem_bytes, ctas_per_sm, is_gemm)
     return functions, module

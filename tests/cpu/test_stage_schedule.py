@@ -41,17 +41,12 @@ def check_tables(case: Routing, built: list[MoKSchedule], row_block: int) -> Non
         routes = [route for route in ids.argsort(stable=True).tolist() if ids[route] >= 0]
         assert have.sorted_route[: len(routes)].tolist() == routes
         # Where each peer's token comes first, if rows are pulled once.
-        for row, (peer, route) in enumerate(zip(want.peer_rank.tolist(), want.peer_token_idx.tolist(), strict=True)):
+        topk, max_tokens = case.ids[0].shape[1], max(map(len, case.ids))
+        for peer, route in zip(want.peer_rank.tolist(), want.peer_token_idx.tolist(), strict=True):
             if have.token_row.numel() and peer not in (-1, rank):
-                mine = (want.peer_rank == peer) & (want.peer_token_idx // ids_topk(case) == route // ids_topk(case))
-                assert have.token_row[peer * max(map(len, case.ids)) + route // ids_topk(case)] == mine.nonzero()[0], (
-                    row
-                )
+                rows = (want.peer_rank == peer) & (want.peer_token_idx // topk == route // topk)
+                assert have.token_row[peer * max_tokens + route // topk] == rows.nonzero()[0]
         assert have.counts.tolist() == [num_rows, int(have.counts[1]), len(routes), num_rows, 1]
-
-
-def ids_topk(case: Routing) -> int:
-    return case.ids[0].shape[1]
 
 
 def check_windows(built: MoKSchedule, row_block: int, config: MoKConfig) -> None:
