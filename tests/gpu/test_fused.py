@@ -72,6 +72,8 @@ def test_every_plan(workload_and_base: tuple[Workload, Tensor], plan: str, num_r
         {"fwd_num_comm_sms": 1000},  # half of the CTAs, as many as there may be
         {"num_reserved_sms": 130},
         {**FULL_RING, "dispatch": "push"},
+        {**FULL_RING, "dispatch": "pull_once"},
+        {**FULL_RING, "dispatch": "pull_once", "fwd_num_comm_sms": 4},
         {**FULL_RING, "combine": "pull"},
         {**FULL_RING, "dispatch": "push", "combine": "pull", "fwd_num_comm_sms": 4},
     ],
@@ -84,7 +86,7 @@ def test_ablations(workload_and_base: tuple[Workload, Tensor], options: dict[str
 
 
 @pytest.mark.parametrize("plan", ["dispatch+gate_up|swiglu+down+combine", "dispatch|gate_up|swiglu|down+combine"])
-@pytest.mark.parametrize("options", [{"dispatch": "push"}, {"combine": "pull"}], ids=str)
+@pytest.mark.parametrize("options", [{"dispatch": "push"}, {"dispatch": "pull_once"}, {"combine": "pull"}], ids=str)
 def test_ablations_of_partial_plans(
     workload_and_base: tuple[Workload, Tensor], plan: str, options: dict[str, str]
 ) -> None:

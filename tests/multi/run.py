@@ -184,6 +184,8 @@ def case_plans(rank: Rank) -> None:
         {"mode": "dispatch|gate_up+swiglu|down+combine"},
         {"macrobatch_size": 128},
         {"macrobatch_size": rows, "dispatch": "push"},
+        {"macrobatch_size": rows, "dispatch": "pull_once"},
+        {"macrobatch_size": rows, "dispatch": "pull_once", "mode": "fused"},
         {"macrobatch_size": rows, "combine": "pull"},
         {"signal_grain": "minibatch"},
     ):
