@@ -38,15 +38,17 @@ HEAD_START_CYCLES = 700_000
 class Env:
     """This rank, and what the parts need of it."""
 
+    device_type, backend = "cuda", "nccl"
+
     def __init__(self, report: Path) -> None:
         self.rank = int(os.environ["LOCAL_RANK"])
-        torch.cuda.set_device(self.rank)
-        self.device = torch.device("cuda", self.rank)
+        self.device = torch.device(self.device_type, self.rank)
+        torch.cuda.set_device(self.device)
         distributed.init_process_group("gloo")
         if distributed.get_world_size() != NUM_RANKS:
             raise SystemExit(f"two_gpus needs {NUM_RANKS} ranks, got {distributed.get_world_size()}")
         self.group = distributed.group.WORLD
-        self.nccl = distributed.new_group(backend="nccl")
+        self.nccl = distributed.new_group(backend=self.backend)
         self.deep_ep: Any = None
         self._token = torch.zeros(1, device=self.device)
         self._path = report

@@ -433,36 +433,57 @@ def test_picture(tmp_path: Path, load: Callable[[str], Any]) -> None:
 
 # ---- processes ----
 
-PART_SCRIPT = """
-import json, os, sys, time
-path, parts, rank = sys.argv[1], sys.argv[2:], int(os.environ["RANK"])
-for part in parts:
-    if part == "fails" and rank == 1:
-        sys.exit(3)
-    if part in ("fails", "hangs"):
-        time.sleep(60)
-    if rank == 0:
-        report = json.load(open(path)) if os.path.exists(path) else {}
-        report[part] = {"pid": os.getpid()}
-        report.setdefault("done", []).append(part)
-        json.dump(report, open(path + ".new", "w"))
-        os.replace(path + ".new", path)
+RANK_WITHOUT_GPU = """
+import os, sys, time
+sys.path.insert(0, {benchmarks!r})
+import torch, two_gpus
+
+class Event:
+    def __init__(self, enable_timing):
+        self.seconds = None
+    def record(self):
+        self.seconds = time.perf_counter()
+    def elapsed_time(self, other):
+        return 1e3 * (other.seconds - self.seconds)
+
+torch.cuda.Event = Event
+torch.cuda.set_device = torch.cuda._sleep = torch.cuda.synchronize = lambda *_: None
+two_gpus.Env.device_type, two_gpus.Env.backend = "cpu", "gloo"
+
+def measures(env):
+    runs = {{"short": lambda: time.sleep(0.01), "long": lambda: time.sleep(0.02 + 0.02 * env.rank)}}
+    env.save("times", "ms", env.slowest(env.medians(runs, 3, 1)))
+
+def fails(env):
+    env.save("kept", "figure", 1.5)
+    if env.rank == 1:
+        raise RuntimeError("a part that fails")
+    env.meet()
+
+two_gpus.PARTS.update(a=measures, fails=fails, b=lambda env: None, hangs=lambda env: time.sleep(60), c=lambda env: None)
+two_gpus.main()
 """
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_or_hangs_loses_nothing(
     tmp_path: Path, load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bars = load("bars_two_gpus")
-    (tmp_path / "two_gpus.py").write_text(PART_SCRIPT)
+    (tmp_path / "two_gpus.py").write_text(RANK_WITHOUT_GPU.format(benchmarks=str(BENCHMARKS)))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setattr(bars, "__file__", str(tmp_path / "bars_two_gpus.py"))
     path = tmp_path / "report.json"
-    found = bars.measure(path, ["a", "fails", "b", "hangs", "c"], limit_s=60, stall_s=1.5)
+    found = bars.measure(path, ["a", "fails", "b", "hangs", "c"], limit_s=100, stall_s=12)
     assert found["done"] == ["a", "b", "c"]
     assert set(found["failed"]) == {"fails", "hangs"}
-    assert found["failed"]["fails"] == "exit codes [None, 3]"
+    assert found["failed"]["fails"].startswith("exit codes [")
+    assert found["kept"] == {"figure": 1.5}
+    assert found["times"]["ms"]["short"] >= 10
+    assert found["times"]["ms"]["long"] >= 40  # the slower rank's
+    assert set(found["seconds"]) == {"a", "b", "c"}
     assert "nothing came" in found["failed"]["hangs"]
-    late = bars.measure(tmp_path / "late.json", ["hangs", "c"], limit_s=1, stall_s=30)
+    late = bars.measure(tmp_path / "late.json", ["hangs", "c"], limit_s=8, stall_s=30)
     assert late["failed"] == {"hangs": "stopped: no time was left", "c": "no time was left"}
 
 
