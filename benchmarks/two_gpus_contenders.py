@@ -19,6 +19,7 @@ from mok_modular import MoEShape, MoKConfig, Workspace, functional
 
 OURS: dict[str, dict[str, Any]] = {
     "fused": {"mode": "fused"},
+    "fused, pull once": {"mode": "fused", "dispatch": "pull_once", "macrobatch_size": 1 << 18},
     "split": {"mode": "dispatch|gate_up+swiglu|down|combine"},
 }
 """This library's contenders: the options of their MoKConfig. A further one is an entry here; it gets a workspace of its

@@ -24,6 +24,7 @@ WAYS: dict[str, dict[str, str]] = {
     "pull dispatch, push combine": {},
     "push dispatch, pull combine": {"dispatch": "push", "combine": "pull"},
 }
+PULL_ONCE = {"pull once dispatch": {"dispatch": "pull_once"}}
 ROUNDS, WARMUP = 7, 2
 SIGNAL_MODES = {"word": 0, "pull": 1, "push": 2, "local": 3}
 SIGNAL_ROUNDS = 2000
@@ -89,7 +90,7 @@ def measure_copies(env: Any, routings: Sequence[str]) -> None:
     link: bytes that cross in the busier direction over the time. logical: bytes of all rows of the busiest rank.
     """
     weights: Inputs | None = None
-    for way, options in WAYS.items():
+    for way, options in (WAYS | PULL_ONCE).items():
         stages = Stages(env, options, NUM_TOKENS)
         if not options and "remote" in routings:
             _measure_plain(env, stages.workspace)
@@ -100,8 +101,9 @@ def measure_copies(env: Any, routings: Sequence[str]) -> None:
             weights = inputs
             for num_sms in NUM_SMS[routing]:
                 times = stages.kernel_ms(inputs, num_sms, ROUNDS)
-                for kernel, name in zip(("dispatch", "combine"), way.split(", "), strict=True):
-                    figures = rates(times[kernel], crossing(load.rows), load.max_received())
+                for kernel, name in zip(("dispatch", "combine"), way.split(", "), strict=False):
+                    num_crossing = crossing(load.unique if way in PULL_ONCE else load.rows)
+                    figures = rates(times[kernel], num_crossing, load.max_received())
                     env.save("copies", f"{routing}: {name}, {num_sms} SMs", figures)
         del stages
 
