@@ -303,11 +303,12 @@ def test_layer_part(on_cpu: Any, load: Callable[[str], Any], monkeypatch: pytest
     assert [key for key in report if key.startswith("T=")] == cases
     assert report["without DeepEP"] == "not installed"
     for case in cases:
-        assert report[case]["ms"] == {"fused": 2.0, "split": 3.0}
+        assert report[case]["ms"] == {"fused": 2.0, "fused, pull once": 3.0, "split": 4.0}
+        assert report[case]["errors"]["fused, pull once"] == 0
         assert report[case]["errors"]["split"] == 0  # the same bits
         assert report[case]["errors"]["raises"] == "RuntimeError: no such kernel"
         assert report[case]["errors"]["NCCL + torch"] > 0.5
-        assert report[case]["dense_flops"] == pytest.approx(2 * 8192**3 / 3e-3)
+        assert report[case]["dense_flops"] == pytest.approx(2 * 8192**3 / 4e-3)
 
 
 def test_minibatch_part(on_cpu: Any, load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +328,7 @@ def small_inputs(inputs_of: Callable[..., Any]) -> Callable[..., Any]:
 def test_copy_and_signal_parts(on_cpu: Any, load: Callable[[str], Any]) -> None:
     copies = load("two_gpus_copies")
     report = on_cpu(lambda env: copies.measure_copies(env, ("remote", "hot")))["copies"]
-    assert len(report) == 2 * 2 * (6 + 3)
+    assert len(report) == (2 * 2 + 1) * (6 + 3)
     figures = report["remote: pull dispatch, 16 SMs"]
     assert figures["link_gb_per_s"] == pytest.approx(48 * 3 * copies.ROW_BYTES / 1e-3 * 1e-9)
     hot = report["hot: push dispatch, 132 SMs"]
