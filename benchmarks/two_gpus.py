@@ -70,9 +70,9 @@ class Env:
         ranks = self.gather(dict(milliseconds))
         return {name: max(rank[name] for rank in ranks) for name in milliseconds}
 
-    def start(self) -> None:
+    def start(self, num_cycles: int = HEAD_START_CYCLES) -> None:
         """What is enqueued next starts on all GPUs at the same time, but for microseconds, and with the host ahead."""
-        torch.cuda._sleep(HEAD_START_CYCLES)
+        torch.cuda._sleep(num_cycles)
         distributed.all_reduce(self._token, group=self.nccl)
 
     def medians(self, runs: Mapping[str, Callable[[], object]], rounds: int, warmup: int) -> dict[str, float]:

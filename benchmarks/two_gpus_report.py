@@ -38,8 +38,8 @@ def link_rate(found: Figures) -> float:
 
 
 def layer_case(found: Figures, name: str, num_tokens: int, routing: str) -> dict[str, float]:
-    """Milliseconds of a case by contender (of a baseline, the better of eager and compiled), its floors (NaN without
-    the rate of the link), and the larger of FLOP floor and link floor over the time of fused."""
+    """Milliseconds of a case by contender (of a baseline, the better of eager and compiled; beside it `..., eager`),
+    its floors (NaN without the rate of the link), and the larger of FLOP and link floor over the time of fused."""
     case = found.get(f"layer {name}", {}).get(f"T={num_tokens} {routing}")
     if case is None:
         return {"floor_over_time": math.nan}
@@ -47,6 +47,8 @@ def layer_case(found: Figures, name: str, num_tokens: int, routing: str) -> dict
     for contender, ms in case["ms"].items():
         base = contender.removesuffix(", compiled")
         times[base] = min(ms, times.get(base, math.inf))
+        if base == contender:
+            times[f"{base}, eager"] = ms
     load = Load(case["rows"], case["unique"])
     floors = floors_ms(LAYERS[name], load, case["dense_flops"], link_rate(found))
     floor = math.nan if math.isnan(floors["link"]) else max(floors["flop"], floors["link"])
