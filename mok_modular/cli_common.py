@@ -127,6 +127,7 @@ def check_device(args: argparse.Namespace) -> None:
         raise ValueError(f"--device {args.device}: torch sees {torch.cuda.device_count()} GPUs, the first is cuda:0")
     from mok_modular.targets.cuda_device import get_device
 
+    print(f"loading kernels for {args.device}, which compiles them the first time", file=sys.stderr, flush=True)
     try:
         get_device(index)
     except CompileError:

@@ -109,11 +109,11 @@ def _axes(args: argparse.Namespace) -> dict[str, list[Any]]:
     if "tokens" in axes:
         refuse(args, ["tokens"], "given by --over already")
         return axes
+    given = args.tokens or str(GPU_TOKENS if is_gpu(args) else SWEEP_TOKENS)
     try:
-        given = args.tokens or str(GPU_TOKENS if is_gpu(args) else SWEEP_TOKENS)
         tokens = [int(value) for value in given.split(",")]
     except ValueError:
-        raise ValueError(f"--tokens takes a number or several joined by ',', got {args.tokens!r}") from None
+        raise ValueError(f"--tokens takes a number or several joined by ',', got {given!r}") from None
     return {**axes, "tokens": tokens}
 
 
@@ -123,8 +123,8 @@ def _sweep_on_gpu(args: argparse.Namespace, axes: Mapping[str, Sequence[Any]]) -
 
     check_device(args)
     progress = Progress()
-    if args.routing is None:
-        args.routing = RANDOM
+    args.routing = args.routing or RANDOM
+    if args.routing == RANDOM:
         args.ranks = 1 if args.ranks is None else args.ranks
         if args.shape is None:
             args.shape, args.experts = GPU_SHAPE, args.experts or GPU_EXPERTS

@@ -53,8 +53,8 @@ def num_sms() -> int:
 
 @contextmanager
 def held_sms(num_held: int, within_s: float = 10) -> Iterator[None]:
-    """Another kernel has `num_held` SMs of the current GPU for itself, from the first statement of the block to its end.
-    Raises RuntimeError where it does not get them within `within_s`."""
+    """Another kernel has `num_held` SMs of the current GPU for itself, from the first statement of the block to its
+    end. Raises RuntimeError where it does not get them within `within_s`."""
     from mok_modular.targets.cuda_device import check, driver, get_device
 
     cu = driver()
