@@ -62,7 +62,7 @@ class _Calls:
         shared = weights.shared_gate, weights.shared_up, weights.shared_down
         self.weights = (*shared, weights.routed_gate, weights.routed_up, weights.routed_down)
         by_layout = {layout_key(config): config for config in configs.values()}
-        self.workspaces = {
+        by_key = {
             key: functional.create_workspace(
                 config,
                 member,
@@ -72,17 +72,20 @@ class _Calls:
             )
             for key, config in by_layout.items()
         }
+        self.workspaces = {name: by_key[layout_key(config)] for name, config in configs.items()}
 
     def schedule(self, name: str) -> functional.MoKSchedule:
-        config = self.configs[name]
-        workspace, ids = self.workspaces[layout_key(config)], self.workload.expert_ids[self.rank]
-        return functional.build_schedule(workspace, config, ids, num_local_experts=self.num_local_experts)
+        return functional.build_schedule(
+            self.workspaces[name],
+            self.configs[name],
+            self.workload.expert_ids[self.rank],
+            num_local_experts=self.num_local_experts,
+        )
 
     def forward(self, name: str, schedule: functional.MoKSchedule) -> Tensor:
-        config, workload = self.configs[name], self.workload
-        inputs = workload.x[self.rank], workload.router_weights[self.rank]
-        arguments = (*inputs, *self.weights, workload.swiglu_limit)
-        workspace = self.workspaces[layout_key(config)]
+        inputs = self.workload.x[self.rank], self.workload.router_weights[self.rank]
+        arguments = (*inputs, *self.weights, self.workload.swiglu_limit)
+        config, workspace = self.configs[name], self.workspaces[name]
         return functional.forward(config, workspace, schedule, *arguments, save_context=False)[0]
 
     def both(self, name: str) -> Tensor:
