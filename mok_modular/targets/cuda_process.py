@@ -80,19 +80,17 @@ class ProcessWorkspace(cuda.CudaWorkspace):
         return self._load(self._signals, is_traced=True)
 
     def _load(self, signals: str, is_traced: bool = False) -> dict[str, cuda_device.Function]:
-        """The kernels of this workspace: the device's; where asked for, others in place of those without products. The
-        handshake has no timeline."""
+        """The kernels of this workspace: the device's, but for what links want otherwise; with `nvshmem` signals others
+        in place of those without products. The handshake has no timeline."""
         functions = dict(self.device.traced_functions() if is_traced else self.device.functions)
-        if signals == "direct" and is_traced:
-            return functions
-        if signals == "direct":
-            functions |= cuda_device.load_kernel(
-                HANDSHAKE, nvrtc.compile_kernel(cuda_device.ARCH, HANDSHAKE, cuda_device.DEFINE)
-            )[0]
-            return functions
-        kernels = [*cuda_device.COPY_KERNELS.values()]
-        kernels = [*map(cuda_device.traced, kernels)] if is_traced else [*kernels, HANDSHAKE]
-        for kernel in kernels:
+        kernels = [*cuda_device.LINK_KERNELS.values()]
+        if signals == "nvshmem":
+            kernels = [*(cuda_device.COPY_KERNELS | cuda_device.LINK_KERNELS).values()]
+        for kernel in map(cuda_device.traced, kernels) if is_traced else (*kernels, HANDSHAKE):
+            if signals == "direct":
+                cubin = nvrtc.compile_kernel(cuda_device.ARCH, kernel, cuda_device.DEFINE)
+                functions |= cuda_device.load_kernel(kernel, cubin)[0]
+                continue
             cubin = device_library.compile_kernel(cuda_device.ARCH, kernel, cuda_device.DEFINE)
             loaded, module = cuda_device.load_kernel(kernel, cubin)
             self.runtime.init_module(int(module))
