@@ -27,10 +27,12 @@ _END = slice(2, 4)  # `end`: zero in what was taken and not written
 
 
 @dataclass(frozen=True)
-class _TracedCall:
+class TracedCall:
+    """A call that was enqueued: the number of its first launch among all of the trace, and (kernel, stream) of each."""
+
     kind: str
     first_launch: int
-    launches: Sequence[tuple[str, str]]  # kernel and stream
+    launches: Sequence[tuple[str, str]]
 
 
 class TraceBuffer:
@@ -42,7 +44,7 @@ class TraceBuffer:
         self.capacity = NUM_RECORDS
         self.records = torch.zeros(self.capacity * RECORD_BYTES, dtype=torch.uint8, device=device)
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # taken, dropped
-        self._calls: list[_TracedCall] = []
+        self._calls: list[TracedCall] = []
         self._num_launches = 0
         self._lock = Lock()
         torch.cuda.synchronize(device)  # whatever stream the first call is on
@@ -54,7 +56,7 @@ class TraceBuffer:
     def begin_call(self, kind: str, launches: Sequence[tuple[str, str]]) -> bytes:
         """Notes a call that is about to be enqueued. Returns the last argument of its kernels."""
         with self._lock:
-            call = _TracedCall(kind, self._num_launches, launches)
+            call = TracedCall(kind, self._num_launches, launches)
             self._calls.append(call)
             self._num_launches += len(launches)
         return struct.pack("<QQqq", self.records.data_ptr(), self.counts.data_ptr(), self.capacity, call.first_launch)
@@ -84,7 +86,7 @@ class TraceBuffer:
         torch.cuda.synchronize(self.records.device)
 
 
-def split_calls(trace: Trace, taken: Tensor, calls: Sequence[_TracedCall], num_dropped: int) -> None:
+def split_calls(trace: Trace, taken: Tensor, calls: Sequence[TracedCall], num_dropped: int) -> None:
     """Adds the records of several calls to a trace. `taken`: bytes on the CPU, with gaps of zeros."""
     module = host.extension()
     edges = [*module.edge_names(), *module.inner_wait_names()]
