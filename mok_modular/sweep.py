@@ -32,9 +32,9 @@ AXES = {
     "comm_sms": int,
     "imbalance": float,
 }
-"""What can be varied. tokens: the first of each rank; direction: pull (dispatch pulls, combine pushes), pull_once or push (the
-other way round); workers: of a CPU rank; comm_sms: SMs of a GPU that do nothing but communicate, 0 for none (warps
-between the products do it); imbalance: the share of routes that go to expert 0 instead of their own."""
+"""What can be varied. tokens: the first of each rank; direction: pull (dispatch pulls, combine pushes), pull_once, or
+push (the other way round); workers: of a CPU rank; comm_sms: SMs of a GPU that do nothing but communicate, 0 for none
+(warps between the products do it); imbalance: the share of routes that go to expert 0 instead of their own."""
 
 CPU_ONLY, GPU_ONLY = ("workers",), ("comm_sms",)
 INPUTS = ("tokens", "imbalance")
