@@ -32,9 +32,9 @@ AXES = {
     "comm_sms": int,
     "imbalance": float,
 }
-"""What can be varied. tokens: the first of each rank; direction: pull (dispatch pulls, combine pushes) or push (the
-other way round); workers: of a CPU rank; comm_sms: SMs of a GPU that do nothing but communicate, 0 for none (warps
-between the products do it); imbalance: the share of routes that go to expert 0 instead of their own."""
+"""What can be varied. tokens: the first of each rank; direction: pull (dispatch pulls, combine pushes), pull_once, or
+push (the other way round); workers: of a CPU rank; comm_sms: SMs of a GPU that do nothing but communicate, 0 for none
+(warps between the products do it); imbalance: the share of routes that go to expert 0 instead of their own."""
 
 CPU_ONLY, GPU_ONLY = ("workers",), ("comm_sms",)
 INPUTS = ("tokens", "imbalance")
@@ -86,8 +86,8 @@ def _points(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 def config_of(chosen: Mapping[str, Any], *, trace: bool = False) -> MoKConfig:
     """The config of a point. Raises ValueError for values that do not go together."""
     direction = chosen.get("direction", "pull")
-    if direction not in ("pull", "push"):
-        raise ValueError(f"direction must be pull or push, got {direction!r}")
+    if direction not in ("pull", "pull_once", "push"):
+        raise ValueError(f"direction must be pull, pull_once or push, got {direction!r}")
     macrobatch = chosen.get("macrobatch", 131072)
     return MoKConfig(
         mode=chosen.get("plan", "fused"),

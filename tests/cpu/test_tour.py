@@ -145,7 +145,7 @@ def test_skewed() -> None:
     [
         (["sweep", "--over", "colour=red"], "AXIS one of plan"),
         (["sweep", "--over", "workers=two"], "takes numbers"),
-        (["sweep", "--over", "direction=up"], "direction must be pull or push"),
+        (["sweep", "--over", "direction=up"], "direction must be pull, pull_once or push"),
         (["stages", "--only", "schedule", "--input", "x.pt"], "with --input, --only must be one of dispatch"),
         (["stages", "--input", "x.pt"], "--input needs --only"),
         (["explain", "--tokens", "0"], "--tokens must be at least 1"),

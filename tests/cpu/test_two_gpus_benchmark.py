@@ -418,8 +418,8 @@ def test_tables(load: Callable[[str], Any]) -> None:
     (line,) = [line.split() for line in text.splitlines() if line.split()[:3] == ["kimi-k2.7", "2048", "remote"]]
     case = report.layer_case(found, "kimi-k2.7", 2048, "remote")
     assert line[4] == "-"  # pull once: no figure
-        times = [line[3], *line[5:8]]
-        assert times == [f"{case[each]:.2f}" for each in ("fused", "split", "NCCL + torch", "DeepEP + torch")]
+    times = [line[3], *line[5:8]]
+    assert times == [f"{case[each]:.2f}" for each in ("fused", "split", "NCCL + torch", "DeepEP + torch")]
     assert line[-4:] == ["0.80", "1.20", "4.00", "2.50"]
     assert "DeepEP + torch was left out: RuntimeError: no" in text
     assert "hand-over, push" in text
