@@ -18,7 +18,8 @@ from mok_modular.targets import host
 from mok_modular.trace import Trace
 
 NUM_RECORDS = 1 << 20
-"""Records that a buffer has room for: 64 MiB. A fused forward of 2,048 tokens of Kimi K2.7 takes about 120,000."""
+"""Records that a buffer has room for: 64 MiB. A tile of a product takes about 12, a task of a copy 4: by that count a
+fused forward of 2,048 tokens of Kimi K2.7 with 16 experts takes 80,000."""
 RECORD_BYTES = 64
 SINK_BYTES = 32
 """Of TraceSink in csrc/targets/cuda/timeline.h, the last argument of a traced kernel."""
@@ -45,13 +46,9 @@ class TraceBuffer:
         self.records = torch.zeros(self.capacity * RECORD_BYTES, dtype=torch.uint8, device=device)
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # taken, dropped
         self._calls: list[TracedCall] = []
-        self._num_launches = 0
+        self._num_launches = 0  # in all: a number is never used twice
         self._lock = Lock()
         torch.cuda.synchronize(device)  # whatever stream the first call is on
-
-    def num_bytes(self) -> int:
-        """Of the buffer."""
-        return self.records.numel() + self.counts.nbytes
 
     def begin_call(self, kind: str, launches: Sequence[tuple[str, str]]) -> bytes:
         """Notes a call that is about to be enqueued. Returns the last argument of its kernels."""
@@ -82,7 +79,7 @@ class TraceBuffer:
     def _empty(self) -> None:
         self.records.zero_()
         self.counts.zero_()
-        self._calls, self._num_launches = [], 0
+        self._calls = []
         torch.cuda.synchronize(self.records.device)
 
 

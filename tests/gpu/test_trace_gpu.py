@@ -288,3 +288,6 @@ def test_picture(tmp_path: Path) -> None:
     }
     trace.plot(found, tmp_path / "both.png")
     assert (tmp_path / "both.png").stat().st_size > 10_000
+    argv = ["ab", "--device", DEVICE, "--routing", "random", "--shape", "256,384,16,4,128", "--tokens", "300"]
+    assert cli.main([*argv, "--ranks", "2", "--iters", "2", "--timeline", str(tmp_path / "ab.png")]) == 0
+    assert (tmp_path / "ab.png").stat().st_size > 10_000

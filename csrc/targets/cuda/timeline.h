@@ -61,10 +61,10 @@ class Track {
   MOK_DEVICE static int64 now() { return static_cast<int64>(global_timer_ns()); }
 
  private:
-  // Work is kept however short it is, since tasks are counted by it.
+  // Work and loads are kept however short they are, since tasks are counted by them.
   MOK_DEVICE void add(int64 end, TraceKind kind, const Task& task, int32 edge = -1, int64 index = 0, int32 peer = -1) {
     const int64 begin = mark_;
-    if (kind == TraceKind::work) end = max_of(end, begin + 1);
+    if (kind == TraceKind::work || kind == TraceKind::load) end = max_of(end, begin + 1);
     if (end <= begin) return;
     mark_ = end;
     if (next_ == end_) {
