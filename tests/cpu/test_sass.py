@@ -167,7 +167,6 @@ def test_persistent_kernel(stages: tuple[str, ...], tmp_path: Path) -> None:
 
 TRACED = {
     "dispatch": cuda_device.COPY_KERNELS["dispatch"],
-    "gemm": cuda_device.GEMM_KERNEL,
     "fused": cuda_device.persistent_kernel(group_mask(STAGES)),
 }
 
