@@ -43,6 +43,7 @@ def bars() -> Iterator[Bar]:
     figures["matmul_flops_alone"] = gpu_timing.matmul_rate_flops()
     yield from speed_bars()
     yield from host_bars()
+    yield from trace_bars()
     yield from crossover_bars()
     yield from bits_bars()
     yield from process_bars()
@@ -215,6 +216,47 @@ def host_bars(num_calls: int = 200) -> Iterator[Bar]:
     figures["host ms"] = {"forward": forward_ms, "schedule": schedule_ms, "fused kernel": kernel_ms}
     yield Bar("host time of a forward over the fused kernel's, Kimi T=2048", forward_ms / kernel_ms, "at most", 0.1)
     yield Bar("host time of schedule and forward over it", (forward_ms + schedule_ms) / kernel_ms, "at most", 0.2)
+
+
+def trace_bars(rounds: int = 30) -> Iterator[Bar]:
+    """What a timeline from inside the kernels costs: the same forward with and without, once a round."""
+    from mok_modular.targets import cuda_trace
+
+    case = Contenders(SHAPES["kimi-k2.7"], None, 2048)
+    records, cuda_trace.NUM_RECORDS = cuda_trace.NUM_RECORDS, 1 << 23  # none is dropped: that would be another cost
+    layers = {
+        f"{mode}, trace {'on' if trace else 'off'}": case.with_config(mode=mode, trace=trace)
+        for mode in ("fused", "split")
+        for trace in (False, True)
+    }
+    schedule = layers["fused, trace off"].schedule(case.ids)
+    workspace = case.split.workspace
+    try:
+        times = gpu_timing.interleaved_ms(
+            {name: lambda layer=layer: layer.forward(schedule) for name, layer in layers.items()}, rounds=rounds
+        )
+        counts = workspace.shared._trace_buffer.counts.tolist()
+        workspace.clear_trace()
+        layers["fused, trace on"].forward(schedule)
+        found = workspace.trace()
+        kernels = {name: layer.kernel_ms(schedule) for name, layer in layers.items()}
+    finally:
+        cuda_trace.NUM_RECORDS = records
+    figures["trace, Kimi T=2048"] = {
+        "ms": times,
+        "kernels_alone_ms": kernels,
+        "records_taken_and_dropped": counts,
+        "records_of_a_fused_forward": len(found.intervals),
+        "smallest_coverage": min(found.coverage().values()),
+        "overlaps": len(found.overlaps()),
+        "ns": found.totals(),
+    }
+    for mode in ("fused", "split"):
+        ratio = times[f"{mode}, trace on"] / times[f"{mode}, trace off"]
+        figures["trace, Kimi T=2048"][f"{mode}, on / off"] = ratio
+        if mode == "fused":
+            yield Bar("fused forward Kimi T=2048, time with the trace hook on / off", ratio, "at most", 1.05)
+    yield Bar("records dropped meanwhile", counts[1], "at most", 0)
 
 
 def crossover_bars() -> Iterator[Bar]:

@@ -213,6 +213,9 @@ def _draw_timeline(args: argparse.Namespace, workload: Workload, *modes: str) ->
     for mode in modes:
         group = make_group(args, workload.num_ranks)
         run_forward(group, workload, MoKConfig(mode=mode, trace=True))
+        if is_gpu(args):  # that one was cold
+            next(iter(group.workspaces.values())).clear_trace()
+            run_forward(group, workload, MoKConfig(mode=mode, trace=True))
         traces[mode] = trace_of(group)
     plot(traces, args.timeline)
     Progress()(f"wrote {args.timeline}")

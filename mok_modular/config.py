@@ -44,7 +44,8 @@ class MoKConfig:
     allow_shared_gpu: ranks that are processes may share a GPU, for tests: it is time-sliced between them, so a round
         of signals takes milliseconds, and timeouts are multiplied by the number of ranks on a GPU.
     stages: functions that stand in for stages, by name (mok_modular.swap); host target.
-    trace: keep what every worker did and when, for `workspace.trace()`; host target.
+    trace: keep what every worker did and when, for `workspace.trace()`. On a GPU such calls use kernels of their own,
+        compiled at the first one, and a buffer of 64 MiB; they cannot be captured in a CUDA graph.
     signals: how ranks that are processes signal each other in kernels without matrix products: `direct` (a store to the
         peer's address) or `nvshmem` (NVSHMEM's device operations). Kernels with matrix products always use `direct`.
 

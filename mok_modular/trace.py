@@ -8,6 +8,11 @@
 A track is one worker of one stream of one rank. Its intervals never overlap. Time is in nanoseconds on threads and in
 logical steps on fibers: as if all workers ran side by side, a task takes a step per KiB that it moves or per 2^18
 floating-point operations, whichever is more; its publish takes one. Steps are the same on every machine.
+
+On a GPU time is in nanoseconds of its global timer. A worker is a CTA, or a role of one: in kernels with matrix
+products the scheduler (waits for what a task needs), the producer (loads), the consumers (work, from a tile's first
+operands to its last product), the publisher (signals) and the communicators (copies). A CTA serves all ranks of its GPU
+in turn.
 """
 
 from __future__ import annotations
@@ -22,11 +27,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-KINDS = ("wait", "work", "publish")
+KINDS = ("wait", "work", "publish", "load", "store")
+"""`load` and `store` are of a GPU's matrix products: operands on their way, and stores that no products hide."""
 MAX_RECORDS = 4_000_000
 """What a workspace keeps; later records are dropped and counted."""
 
-_COLORS = {"wait": "#d9d9d9", "publish": "#444444"}
+MAX_DRAWN_TRACKS = 60
+"""Tracks of a trace in a picture; of more, those of some CTAs are drawn, evenly spread."""
+
+_COLORS = {"wait": "#d9d9d9", "publish": "#444444", "load": "#f3c98b", "store": "#8b5a2b"}
 
 
 class Interval(NamedTuple):
@@ -60,19 +69,24 @@ class Interval(NamedTuple):
         """What a viewer writes on it."""
         if self.kind == "wait":
             return "next task" if self.edge == "tickets" else f"wait {self.edge}[{self.edge_index}]"
-        return f"{self.stage} {self.block}.{self.part}" if self.kind == "work" else f"publish {self.stage}"
+        if self.kind == "publish":
+            return f"publish {self.stage}"
+        task = f"{self.stage} {self.block}.{self.part}"
+        return task if self.kind == "work" else f"{self.kind} {task}"
 
 
 @dataclass
 class Trace:
     """The intervals of the calls of one workspace, all ranks. `unit`: `ns` or `steps`; `num_dropped`: records for which
-    there was no room; `calls`: the kind of each call."""
+    there was no room; `calls`: the kind of each call; `roles`: on a GPU the names of a CTA's workers, whose numbers are
+    `CTA * len(roles) + role`."""
 
     unit: str
     intervals: list[Interval] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     num_dropped: int = 0
     end: int = 0
+    roles: tuple[str, ...] = ()
 
     def add(
         self,
@@ -125,16 +139,28 @@ class Trace:
             found.setdefault(interval.track, []).append(interval)
         return found
 
+    def role(self, worker: int) -> str:
+        """The role of a GPU's worker in its CTA, "" on CPU ranks."""
+        return self.roles[worker % len(self.roles)] if self.roles else ""
+
+    def worker_name(self, worker: int) -> str:
+        """`worker 3`, or on a GPU `CTA 17` or `CTA 17 / consumers`."""
+        if not self.roles:
+            return f"worker {worker}"
+        cta, role = divmod(worker, len(self.roles))
+        return f"CTA {cta}" if role == 0 else f"CTA {cta} / {self.roles[role]}"
+
     def overlaps(self) -> list[tuple[Interval, Interval]]:
         """Pairs of neighbours on a track of which the second begins before the first ends: none, or a bug."""
         return [(a, b) for track in self.tracks().values() for a, b in pairwise(track) if b.begin < a.end]
 
     def coverage(self) -> dict[tuple[int, int, int, int], float]:
         """What share of a worker's span, from its first interval to its last, its intervals cover: by (call, rank,
-        launch, worker)."""
+        launch, worker). A GPU's worker serves several ranks: there the rank of the key is -1."""
         spans: dict[tuple[int, int, int, int], list[Interval]] = {}
         for each in self.intervals:
-            spans.setdefault((each.call, each.rank, each.launch, each.worker), []).append(each)
+            rank = -1 if self.roles else each.rank
+            spans.setdefault((each.call, rank, each.launch, each.worker), []).append(each)
         return {
             key: sum(each.end - each.begin for each in span)
             / (max(each.end for each in span) - min(each.begin for each in span))
@@ -146,7 +172,7 @@ class Trace:
         out: dict[str, dict[str, int]] = {}
         for each in self.intervals:
             kind = "idle" if each.edge == "tickets" else each.kind
-            row = out.setdefault(each.stage, {"wait": 0, "work": 0, "publish": 0, "idle": 0})
+            row = out.setdefault(each.stage, dict.fromkeys((*KINDS, "idle"), 0))
             row[kind] += each.end - each.begin
         return out
 
@@ -155,12 +181,12 @@ class Trace:
         drawn as a microsecond."""
         scale = 1e-3 if self.unit == "ns" else 1.0
         start = min((each.begin for each in self.intervals), default=0)
-        tracks = list(self.tracks())
+        tracks = {track: tid for tid, track in enumerate(self.tracks())}
         events: list[dict[str, Any]] = []
         for rank in sorted({rank for rank, _, _ in tracks}):
             events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
-        for tid, (rank, stream, worker) in enumerate(tracks):
-            name = {"name": f"{stream} worker {worker}"}
+        for (rank, stream, worker), tid in tracks.items():
+            name = {"name": f"{stream} {self.worker_name(worker)}"}
             events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": name})
         for each in self.intervals:
             args: dict[str, Any] = {"call": self.calls[each.call], "kernel": each.kernel, "stage": each.stage}
@@ -173,7 +199,7 @@ class Trace:
                     "name": each.name,
                     "cat": each.kind,
                     "pid": each.rank,
-                    "tid": tracks.index(each.track),
+                    "tid": tracks[each.track],
                     "ts": (each.begin - start) * scale,
                     "dur": (each.end - each.begin) * scale,
                     "args": args,
@@ -189,6 +215,7 @@ class Trace:
 
 def plot(traces: Mapping[str, Trace], path: str | os.PathLike[str], call: str = "forward") -> None:
     """Draws traces one above the other, on one scale of time, each from the beginning of its first call of that kind.
+    Of a GPU's many CTAs some are drawn.
 
     Raises ImportError with the way to mend it where matplotlib is missing, ValueError if a trace has no such call.
     """
@@ -200,7 +227,8 @@ def plot(traces: Mapping[str, Trace], path: str | os.PathLike[str], call: str = 
     from matplotlib import pyplot
     from matplotlib.patches import Patch
 
-    chosen = {name: _of_call(name, trace, call) for name, trace in traces.items()}
+    whole = {name: _of_call(name, trace, call) for name, trace in traces.items()}
+    chosen = {name: _drawn(traces[name], part) for name, part in whole.items()}
     stages = sorted({each.stage for part in chosen.values() for each in part if each.kind == "work"})
     palette = pyplot.get_cmap("tab20")
     colors = {stage: palette(i % 20) for i, stage in enumerate(stages)}
@@ -209,7 +237,7 @@ def plot(traces: Mapping[str, Trace], path: str | os.PathLike[str], call: str = 
         len(chosen), 1, sharex=True, squeeze=False, figsize=(14, 1.5 + 0.16 * sum(heights)), height_ratios=heights
     )
     for axis, (name, part) in zip(axes[:, 0], chosen.items(), strict=True):
-        start = min(each.begin for each in part)
+        start, end = min(each.begin for each in whole[name]), max(each.end for each in whole[name])
         tracks = sorted({each.track for each in part})
         for kind in KINDS:
             for stage in stages if kind == "work" else [""]:
@@ -218,16 +246,35 @@ def plot(traces: Mapping[str, Trace], path: str | os.PathLike[str], call: str = 
                 for i, track in enumerate(tracks):
                     bars = [(e.begin - start, e.end - e.begin) for e in mine if e.track == track]
                     axis.broken_barh(bars, (i - 0.45, 0.9), facecolors=color, linewidth=0)
-        axis.set_title(f"{name}: {max(each.end for each in part) - start} {traces[name].unit}", loc="left", fontsize=9)
-        axis.set_yticks(range(len(tracks)), [f"rank {r} {s} {w}" for r, s, w in tracks], fontsize=5)
+        axis.set_title(f"{name}: {end - start} {traces[name].unit}", loc="left", fontsize=9)
+        label = traces[name].worker_name if traces[name].roles else str
+        axis.set_yticks(range(len(tracks)), [f"rank {r} {s} {label(w)}" for r, s, w in tracks], fontsize=5)
         axis.invert_yaxis()
     axes[-1, 0].set_xlabel(next(iter(traces.values())).unit)
     patches = [Patch(color=colors[stage], label=stage) for stage in stages]
-    patches += [Patch(color=_COLORS["wait"], label="wait"), Patch(color=_COLORS["publish"], label="signals sent")]
+    labels = {"publish": "signals sent", "load": "operands loaded", "store": "stored alone"}
+    drawn = {each.kind for part in chosen.values() for each in part} | {"wait", "publish"}
+    patches += [Patch(color=_COLORS[kind], label=labels.get(kind, kind)) for kind in KINDS if kind in drawn - {"work"}]
     figure.legend(handles=patches, loc="upper right", ncols=6, fontsize=7)
     figure.tight_layout(rect=(0, 0, 1, 0.96))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _drawn(trace: Trace, part: list[Interval]) -> list[Interval]:
+    """What of a call is drawn: all, or, of a GPU with many workers, CTAs with as many roles as any, evenly spread."""
+    if not trace.roles:
+        return part
+    by_cta: dict[int, set[tuple[int, str, int]]] = {}
+    for each in part:
+        by_cta.setdefault(each.worker // len(trace.roles), set()).add(each.track)
+    if sum(map(len, by_cta.values())) <= MAX_DRAWN_TRACKS:
+        return part
+    num_tracks = max(map(len, by_cta.values()))
+    whole = sorted(cta for cta, tracks in by_cta.items() if len(tracks) == num_tracks)
+    num_ctas = min(len(whole), max(1, MAX_DRAWN_TRACKS // num_tracks))
+    ctas = {whole[i * len(whole) // num_ctas] for i in range(num_ctas)}
+    return [each for each in part if each.worker // len(trace.roles) in ctas]
 
 
 def _of_call(name: str, trace: Trace, call: str) -> list[Interval]:

@@ -80,8 +80,11 @@ class Workspace:
         self.shared.stats[self.member.rank()].clear()
 
     def trace(self) -> Trace:
-        """What the workers of all ranks did in the calls with `MoKConfig(trace=True)` since `clear_trace`."""
-        return self.shared.trace
+        """What the workers of all ranks did in the calls with `MoKConfig(trace=True)` since `clear_trace`.
+
+        On a GPU this waits for the device, and where ranks are processes it holds the workers of this rank.
+        """
+        return self.shared.read_trace()
 
     def clear_trace(self) -> None:
         """Starts the trace of all ranks anew; a Trace that was taken before stays as it is."""

@@ -21,6 +21,8 @@ from mok_modular.errors import MoKPeerError, MoKTimeoutError
 from mok_modular.targets import host
 from mok_modular.targets.cuda_device import ARCH, Function, check, check_plan, driver, get_device, kernel_of
 from mok_modular.targets.cuda_launch import MAX_LOCAL_RANKS, Launcher, PackedLaunch
+from mok_modular.targets.cuda_trace import SINK_BYTES, TraceBuffer
+from mok_modular.trace import Trace
 
 ZEROED = frozenset({"words", "arrivals", "counters", "epochs", "num_tokens"})
 """Regions that start from zero; the others start full of NaN."""
@@ -113,6 +115,7 @@ class _Step:
     """A packed launch of a call, and which stream it goes to."""
 
     kernel: str
+    stream: str  # the plan's: comm or compute
     launch: PackedLaunch
     is_on_side: bool  # where the call has a side stream
     is_last: bool
@@ -134,6 +137,8 @@ class CudaWorkspace(Launcher, host.SharedWorkspace):
         self._packed: dict[Any, tuple[int, list[_Step]]] = {}  # by the keys of calls: layout, launches
         self.is_timing = False  # record an event pair around every kernel
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._traced: Mapping[str, Function] = {}  # the functions of traced calls, from the first one on
+        self._trace_buffer: TraceBuffer | None = None
         self._open(group, config)
         host.SharedWorkspace.__init__(self, group, config, num_local_tokens, hidden_size, topk)
 
@@ -145,11 +150,17 @@ class CudaWorkspace(Launcher, host.SharedWorkspace):
         self.functions = self.device.functions
         self.ranks = range(group.size())
         self._load_persistent(config)
+        if config.trace:
+            self._traced = self._load_traced()
 
     def _load_persistent(self, config: MoKConfig) -> list[Function]:
         """Those that calls with this config need, compiled and loaded before a kernel can wait for another."""
         kernels = [kernel_of(group, config.combine == "pull") for group in config.plan.groups]
-        return [self.device.persistent(kernel) for kernel in kernels if isinstance(kernel, int)]
+        return [self.device.persistent(kernel, config.trace) for kernel in kernels if isinstance(kernel, int)]
+
+    def _load_traced(self) -> Mapping[str, Function]:
+        """`functions` with their timeline."""
+        return self.device.traced_functions()
 
     def _make_memory(self) -> Any:
         return CudaMemory(self.num_ranks, self.torch_device)
@@ -170,6 +181,16 @@ class CudaWorkspace(Launcher, host.SharedWorkspace):
         self.native.reset(self.shape(num_local_experts=1, capacity_rows=self.row_block, intermediate_size=64))
         self.failure = None
         return [None] * self.num_ranks
+
+    def clear_trace(self) -> None:
+        self.trace = Trace("ns", roles=tuple(host.extension().trace_role_names()))
+        if self._trace_buffer is not None:
+            self._trace_buffer.clear()
+
+    def read_trace(self) -> Trace:
+        if self._trace_buffer is not None:
+            self._trace_buffer.read(self.trace)
+        return self.trace
 
     def _poll(self) -> None:
         """Looks, without waiting, at what kernels of earlier calls left."""
@@ -206,13 +227,20 @@ class CudaWorkspace(Launcher, host.SharedWorkspace):
             return [copy.copy(self.failure) for _ in calls]  # every rank's own: notes and tracebacks do not mix
         if any(call.agree != calls[0].agree or call.kind != calls[0].kind for call in calls):
             return [MoKPeerError(host.describe_mismatch(calls)) for _ in calls]
+        config = calls[0].config
+        if host.planted_faults:
+            text = "planted faults are for CPU ranks in this version: the kernels of a GPU cannot lose a signal"
+            return [ValueError(text) for _ in calls]
+        if config.trace and torch.cuda.is_current_stream_capturing():
+            text = "trace=True cannot be captured in a CUDA graph: every call has a number of its own in the trace"
+            return [ValueError(text) for _ in calls]
         key = tuple(call.key for call in calls)
         layout, steps = self._packed.get(key, (-1, []))
         with torch.cuda.device(self.torch_device):
             self.device.make_current()
             if layout != self.native.layout:
                 try:
-                    check_plan(calls[0].config)
+                    check_plan(config)
                     if calls[0].kind not in ("schedule", "forward") or calls[0].is_mxfp8:
                         what = "mxfp8" if calls[0].is_mxfp8 else calls[0].kind
                         raise ValueError(f"{what} has no kernels on {ARCH} in this version, forward in bf16 has")
@@ -229,11 +257,20 @@ class CudaWorkspace(Launcher, host.SharedWorkspace):
             for stream in others:
                 main.wait_stream(stream)
             self._wait_for_last_call(main)
-            self._enqueue(steps, main, self._side_stream(calls[0].config, calls[0].kind))
+            if config.trace:
+                self._begin_trace(calls[0].kind, steps)
+            self._enqueue(steps, main, self._side_stream(config, calls[0].kind))
             for stream in others:
                 stream.wait_stream(main)
             self._note_end(main)
         return [None] * len(calls)
+
+    def _begin_trace(self, kind: str, steps: Sequence[_Step]) -> None:
+        if self._trace_buffer is None:
+            self._trace_buffer = TraceBuffer(self.torch_device)
+        sink = self._trace_buffer.begin_call(kind, [(step.kernel, step.stream) for step in steps])
+        for step in steps:
+            step.launch.replace_last_argument(sink)
 
     @property
     def layout(self) -> int:
@@ -266,7 +303,7 @@ class CudaWorkspace(Launcher, host.SharedWorkspace):
         steps = []
         for i, launch in enumerate(host.launches(first, shape)):
             is_last, is_on_side = launch.kernel == "reduce", has_side and launch.stream == "comm"
-            function = self._function(launch.stages)
+            function = self._function(launch.stages, config.trace)
             # Where nothing runs beside it, a dispatch is over before its rows are used: any order will do.
             is_alone = not has_side and launch.stages == ("dispatch",) and config.dispatch == "pull"
             arguments = [
@@ -275,8 +312,12 @@ class CudaWorkspace(Launcher, host.SharedWorkspace):
             ]
             if function.has_maps:
                 arguments.append(maps)
+            if function.is_traced:
+                arguments.append(bytes(SINK_BYTES))
             num_sms = self._num_sms(config, launch.stream if has_side and not is_last else None)
-            steps.append(_Step(launch.kernel, PackedLaunch(function, arguments, num_sms), is_on_side, is_last))
+            steps.append(
+                _Step(launch.kernel, launch.stream, PackedLaunch(function, arguments, num_sms), is_on_side, is_last)
+            )
         return steps
 
     def _enqueue(self, steps: Sequence[_Step], main: torch.cuda.Stream, side: torch.cuda.Stream | None) -> None:
@@ -294,9 +335,13 @@ class CudaWorkspace(Launcher, host.SharedWorkspace):
             else:
                 step.launch.enqueue(stream.cuda_stream)
 
-    def _function(self, stages: tuple[str, ...]) -> Function:
+    def _function(self, stages: tuple[str, ...], is_traced: bool) -> Function:
         kernel = kernel_of(stages, self.config.combine == "pull")
-        return self.functions[kernel] if isinstance(kernel, str) else self.device.persistent(kernel)
+        if isinstance(kernel, int):
+            return self.device.persistent(kernel, is_traced)
+        if is_traced and not self._traced:
+            self._traced = self._load_traced()
+        return self._traced[kernel] if is_traced else self.functions[kernel]
 
     @staticmethod
     def _has_side_stream(config: MoKConfig, kind: str) -> bool:

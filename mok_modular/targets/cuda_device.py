@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -21,6 +22,8 @@ hidden by other tasks: there more and smaller CTAs are faster; where all rows ar
 GEMM_THREADS = 384
 GEMM_SMEM_BYTES = 231424
 """Dynamic shared memory of a GEMM CTA: at least sizeof(Shared) of csrc/targets/sm90/shared.h."""
+
+TRACE_DEFINE = "MOK_TRACE=1"
 
 COPYING = frozenset({"publish", "dispatch", "combine"})
 
@@ -64,6 +67,11 @@ def persistent_kernel(mask: int) -> nvrtc.Kernel:
     return nvrtc.Kernel("fused/persistent.cu", ("mok_persistent",), defines)
 
 
+def traced(kernel: nvrtc.Kernel) -> nvrtc.Kernel:
+    """The same kernel with the timeline compiled in (csrc/targets/cuda/timeline.h): it has one more parameter."""
+    return dataclasses.replace(kernel, defines=(*kernel.defines, TRACE_DEFINE))
+
+
 def kernel_of(stages: tuple[str, ...], is_pull_combine: bool = False) -> str | int:
     """What runs the stages of a launch: the name of an entry of a split kernel, or the group mask of a persistent one.
 
@@ -76,22 +84,24 @@ def kernel_of(stages: tuple[str, ...], is_pull_combine: bool = False) -> str | i
 
 def check_plan(config: MoKConfig) -> None:
     """Raises ValueError for what this target does not have."""
-    if config.trace or config.stages:
-        what = "trace=True" if config.trace else f"stages={{{', '.join(sorted(config.stages))}}}"
-        raise ValueError(f"{what} is for CPU ranks in this version, {ARCH} does not have it")
+    if config.stages:
+        names = ", ".join(sorted(config.stages))
+        raise ValueError(f"stages={{{names}}} is for CPU ranks in this version, {ARCH} does not have it")
     if config.row_block not in (None, 128):
         raise ValueError(f"row_block must be 128 on {ARCH}, got {config.row_block}")
 
 
 @dataclass(frozen=True)
 class Function:
-    """A loaded kernel: its CUfunction, threads a CTA, dynamic shared memory, CTAs an SM, if it takes tensor maps."""
+    """A loaded kernel: its CUfunction, threads a CTA, dynamic shared memory, CTAs an SM, if it takes tensor maps and
+    if it keeps a timeline."""
 
     handle: Any
     num_threads: int
     num_smem_bytes: int
     ctas_per_sm: int
     has_maps: bool
+    is_traced: bool
 
 
 class Device:
@@ -112,25 +122,35 @@ class Device:
             torch.zeros(1, device=f"cuda:{index}")  # the primary context exists from here on
             self._context = check(driver().cuCtxGetCurrent())
             self.functions = self._load()
-        self._persistent: dict[int, Function] = {}
+        self._traced: dict[str, Function] = {}
+        self._persistent: dict[tuple[int, bool], Function] = {}
 
     def make_current(self) -> None:
         """For driver calls in a thread that may not have used the GPU yet."""
         check(driver().cuCtxSetCurrent(self._context))
 
-    def persistent(self, mask: int) -> Function:
+    def persistent(self, mask: int, is_traced: bool = False) -> Function:
         """The loaded kernel of a group mask, compiled now if it is the first time."""
-        if mask not in self._persistent:
-            kernel = persistent_kernel(mask)
+        if (mask, is_traced) not in self._persistent:
+            kernel = traced(persistent_kernel(mask)) if is_traced else persistent_kernel(mask)
             with torch.cuda.device(self.index):
                 self.make_current()
                 cubin = nvrtc.compile_kernel(ARCH, kernel, DEFINE)
-                self._persistent[mask] = load_kernel(kernel, cubin)[0]["persistent"]
-        return self._persistent[mask]
+                self._persistent[mask, is_traced] = load_kernel(kernel, cubin)[0]["persistent"]
+        return self._persistent[mask, is_traced]
 
-    def _load(self) -> dict[str, Function]:
+    def traced_functions(self) -> dict[str, Function]:
+        """`functions` with their timeline, compiled now if it is the first time."""
+        if not self._traced:
+            with torch.cuda.device(self.index):
+                self.make_current()
+                self._traced = self._load(is_traced=True)
+        return self._traced
+
+    def _load(self, is_traced: bool = False) -> dict[str, Function]:
         functions: dict[str, Function] = {}
-        for kernel in (*COPY_KERNELS.values(), GEMM_KERNEL):
+        kernels = (*COPY_KERNELS.values(), GEMM_KERNEL)
+        for kernel in map(traced, kernels) if is_traced else kernels:
             functions |= load_kernel(kernel, nvrtc.compile_kernel(ARCH, kernel, DEFINE))[0]
         return functions
 
@@ -159,7 +179,8 @@ def load_kernel(kernel: nvrtc.Kernel, cubin: nvrtc.Cubin) -> tuple[dict[str, Fun
                 driver().cuFuncSetAttribute(handle, attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
             )
         num_threads, ctas_per_sm = (GEMM_THREADS, 1) if is_gemm else (32 * num_warps, SM_WARPS // num_warps)
-        functions[name] = Function(handle, num_threads, num_smem_bytes, ctas_per_sm, is_gemm)
+        is_traced = TRACE_DEFINE in kernel.defines
+        functions[name] = Function(handle, num_threads, num_smem_bytes, ctas_per_sm, is_gemm, is_traced)
     return functions, module
 
 

@@ -39,6 +39,10 @@ class PackedLaunch:
         self._address = ctypes.addressof(self._pointers)
         self._enqueue = driver().cuLaunchKernel
 
+    def replace_last_argument(self, argument: bytes) -> None:
+        """For launches from now on."""
+        ctypes.memmove(self._buffers[-1], argument, len(argument))
+
     def enqueue(self, stream: int) -> None:
         """Behind what is on the stream (a CUstream as an integer)."""
         check(self._enqueue(*self._grid, self._num_smem_bytes, stream, self._address, 0))

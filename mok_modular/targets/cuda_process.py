@@ -18,7 +18,7 @@ from mok_modular import device_library, nvrtc, nvshmem
 from mok_modular.config import MoKConfig
 from mok_modular.errors import MoKPeerError, MoKTimeoutError
 from mok_modular.process_group import ProcessRanks
-from mok_modular.targets import cuda, cuda_device, cuda_launch, host
+from mok_modular.targets import cuda, cuda_device, cuda_launch, cuda_trace, host
 from mok_modular.targets.cuda_symmetric import ProcessMemory
 
 HANDSHAKE = nvrtc.Kernel("split/handshake.cu", ("mok_handshake",))
@@ -55,7 +55,10 @@ class ProcessWorkspace(cuda.CudaWorkspace):
             self.device = cuda_device.get_device(self.torch_device.index or 0)
             with torch.cuda.device(self.torch_device):
                 self.functions = self._load(config.signals)
-                self._warm_up([*self.functions.values(), *self._load_persistent(config)])
+                self._signals = config.signals
+                if config.trace:
+                    self._traced = self._load(config.signals, is_traced=True)
+                self._warm_up([*self.functions.values(), *self._traced.values(), *self._load_persistent(config)])
         except Exception as caught:
             error = caught
         group.exchange("loading kernels", error, self._timeout_s)
@@ -73,16 +76,21 @@ class ProcessWorkspace(cuda.CudaWorkspace):
                 )
         return max(len(ranks) for ranks in shared.values())
 
-    def _load(self, signals: str) -> dict[str, cuda_device.Function]:
+    def _load_traced(self) -> Mapping[str, cuda_device.Function]:
+        return self._load(self._signals, is_traced=True)
+
+    def _load(self, signals: str, is_traced: bool = False) -> dict[str, cuda_device.Function]:
         """The kernels of this workspace: the device's, but for what links want otherwise; with `nvshmem` signals others
-        in place of those without products."""
-        functions = dict(self.device.functions)
-        if signals == "direct":
-            for kernel in (*cuda_device.LINK_KERNELS.values(), HANDSHAKE):
+        in place of those without products. The handshake has no timeline."""
+        functions = dict(self.device.traced_functions() if is_traced else self.device.functions)
+        kernels = [*cuda_device.LINK_KERNELS.values()]
+        if signals == "nvshmem":
+            kernels = [*(cuda_device.COPY_KERNELS | cuda_device.LINK_KERNELS).values()]
+        for kernel in map(cuda_device.traced, kernels) if is_traced else (*kernels, HANDSHAKE):
+            if signals == "direct":
                 cubin = nvrtc.compile_kernel(cuda_device.ARCH, kernel, cuda_device.DEFINE)
                 functions |= cuda_device.load_kernel(kernel, cubin)[0]
-            return functions
-        for kernel in (*(cuda_device.COPY_KERNELS | cuda_device.LINK_KERNELS).values(), HANDSHAKE):
+                continue
             cubin = device_library.compile_kernel(cuda_device.ARCH, kernel, cuda_device.DEFINE)
             loaded, module = cuda_device.load_kernel(kernel, cubin)
             self.runtime.init_module(int(module))
@@ -96,7 +104,9 @@ class ProcessWorkspace(cuda.CudaWorkspace):
         empty = [bytes(sizes["CallSet"]), bytes(sizes["Launch"])]
         maps = bytes(128 * cuda_launch.MAX_LOCAL_RANKS * len(cuda_launch.MATRICES))
         for function in functions:
-            arguments = [*empty, maps] if function.has_maps else empty
+            arguments = [*empty, maps] if function.has_maps else [*empty]
+            if function.is_traced:
+                arguments.append(bytes(cuda_trace.SINK_BYTES))
             self._launch(function, arguments, torch.cuda.current_stream().cuda_stream, 1)
         torch.cuda.synchronize()
 

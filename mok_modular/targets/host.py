@@ -181,6 +181,10 @@ class SharedWorkspace:
         executor = getattr(self.group, "executor", None)  # ranks that are processes have none
         self.trace = Trace("ns" if executor == "threads" else "steps")
 
+    def read_trace(self) -> Trace:
+        """What traced calls have recorded so far."""
+        return self.trace
+
     def interrupt(self) -> None:
         """Ends a running call (Ctrl-C)."""
         self.native.interrupt()

@@ -538,8 +538,9 @@ def _gpu_stats(workspace: Any, workload: Workload, config: MoKConfig, schedule: 
         "reduce": (num_tokens, (routes + num_tokens) * hidden, 2 * routes * hidden),
     }  # fmt: skip
     stats = []
-    for kernel in ["schedule", *(each.kernel for each in config.plan.launches(1, shared > 0))]:
-        for i, name in enumerate(kernel.split("+")):
+    launches = [(each.kernel, each.stages) for each in config.plan.launches(1, shared > 0)]
+    for kernel, names in [("schedule", ("schedule",)), *launches]:
+        for i, name in enumerate(names):
             num_rows, elements, flops = work[name]
             stats.append(
                 {

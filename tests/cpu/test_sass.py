@@ -165,6 +165,30 @@ def test_persistent_kernel(stages: tuple[str, ...], tmp_path: Path) -> None:
         assert code.count("UBLKCP") >= 2, f"{entry} does not copy rows by the copy engine"
 
 
+TRACED = {
+    "dispatch": cuda_device.COPY_KERNELS["dispatch"],
+    "fused": cuda_device.persistent_kernel(group_mask(STAGES)),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_a_timeline_is_in_traced_kernels_alone(name: str, tmp_path: Path) -> None:
+    """Without it the clock is read where a wait pauses and nowhere else. With it the consumers still have no spills."""
+    plain, traced = compiled(TRACED[name]), compiled(cuda_device.traced(TRACED[name]))
+    assert plain.path != traced.path
+    assert not re.search(r"C75\d\d", traced.log)
+    limit = MAX_REGISTERS["copy" if name == "dispatch" else "gemm"]
+    assert all(registers <= limit for registers, _ in ptxas_report(traced).values())
+    with_timeline = disassemble(traced, tmp_path)
+    for entry, code in disassemble(plain, tmp_path).items():
+        assert code.count("GLOBALTIMER") == code.count("NANOSLEEP") > 0, f"{entry} reads the clock without a wait"
+        assert with_timeline[entry].count("GLOBALTIMER") > code.count("GLOBALTIMER")
+        if name != "dispatch":
+            check_gemm(entry, with_timeline[entry])
+            consumer = next(part for part in re.split(r"USETMAXREG", with_timeline[entry]) if "HGMMA" in part)
+            assert not re.search(r"\b(LDL|STL)\b", consumer), f"{entry}: the consumers use local memory"
+
+
 def test_cache_is_used_verified_and_repaired() -> None:
     kernel = cuda_device.COPY_KERNELS["publish"]
     first = compiled(kernel)

@@ -269,6 +269,28 @@ def test_rule_fires_in_its_folders_only(rule: Rule, tmp_path: Path, monkeypatch:
         test_sources_keep_the_rule(rule)
 
 
+def untraced(code: str) -> str:
+    """What is left of a source without MOK_TRACE=1."""
+    code = re.sub(r"^#if MOK_TRACE\n.*?^#endif\n", "", code, flags=re.MULTILINE | re.DOTALL)
+    while (start := code.find("MOK_TRACED(")) >= 0:
+        code = code[:start] + code[closing(code, start + len("MOK_TRACED")) :]
+    return code
+
+
+def test_a_kernel_without_a_timeline_has_nothing_of_it() -> None:
+    """Not even an empty call: the compiler sees the same tokens as if there were no timelines."""
+    names = r"\b(?:Track|Trace\w+|InnerWait|[Tt]imeline|\w*track\w*|\w*[Tt]raced?(?:_\w+)?)\b"
+    good = "a();\nMOK_TRACED(track.end(b(1)); c();)\n#if MOK_TRACE\nint track;\n#endif\nd();"
+    assert lines_of(names, untraced(good)) == []
+    assert lines_of(names, untraced("MOK_TRACED(x;)\nworker.trace(kind);")) == [2]
+    found = []
+    for path in [*sorted((ROOT / "csrc/targets/cuda").glob("*.h")), *sorted((ROOT / "csrc/targets/sm90").glob("*.h"))]:
+        code = re.sub(r"#include[^\n]*", "", strip_comments(path.read_text()))
+        if path.name != "timeline.h":
+            found += [f"{path.name}:{line}" for line in lines_of(names, untraced(code))]
+    assert not found
+
+
 ARCHITECTURE_CALLS = r"\bget_device_capability\b|\bplatform\.machine\b|\bos\.uname\b"
 
 

@@ -104,6 +104,17 @@ void bind_cuda(nb::module_& m) {
   m.def(
       "abort_word", [](const Shape& shape, int src_rank) { return abort_offset(src_rank, shape); }, "shape"_a,
       "src_rank"_a, "Index in region words of the word by which a rank ends everybody's calls.");
+  m.def("inner_wait_names", [] {
+    std::vector<std::string> names;
+    for (int i = kNumEdges; i < static_cast<int>(InnerWait::kEnd); ++i)
+      names.push_back(inner_wait_name(static_cast<InnerWait>(i)));
+    return names;
+  });
+  m.def("trace_role_names", [] {
+    std::vector<std::string> names;
+    for (int i = 0; i < kNumTraceRoles; ++i) names.push_back(trace_role_name(i));
+    return names;
+  });
   m.def("region_names", [] {
     std::vector<std::string> names;
     for (int i = 0; i < kNumRegions; ++i) names.push_back(region_name(static_cast<Region>(i)));

@@ -19,15 +19,16 @@
                 for_each_call(set, worker, [&](const Args& args) { name##_first(args, launch, worker); }))
 #define MOK_WIDE_KERNEL(name) MOK_KERNEL_OF(name, 2, nullptr, )  // fewer CTAs an SM: more registers a thread
 #define MOK_COPY_KERNEL(name) MOK_KERNEL_OF(name, mok::cuda::kCtasPerSm, mok::cuda::open_ring(), )  // uses copy_rows
-#define MOK_KERNEL_OF(name, kCtas, ring_pointer, first)                                           \
-  MOK_DEVICE void name##_body(const Args& args, const Launch& launch, mok::cuda::Worker& worker); \
-  extern "C" __global__ void __launch_bounds__(mok::cuda::kThreads, kCtas)                        \
-      mok_##name(const __grid_constant__ CallSet set, const __grid_constant__ Launch launch) {    \
-    __shared__ int scratch[4];                                                                    \
-    mok::cuda::Worker worker(scratch, launch.launch_idx, ring_pointer);                           \
-    first;                                                                                        \
-    for_each_call(set, worker, [&](const Args& args) { name##_body(args, launch, worker); });     \
-  }                                                                                               \
+#define MOK_KERNEL_OF(name, kCtas, ring_pointer, first)                                                            \
+  MOK_DEVICE void name##_body(const Args& args, const Launch& launch, mok::cuda::Worker& worker);                  \
+  extern "C" __global__ void __launch_bounds__(mok::cuda::kThreads, kCtas)                                         \
+      mok_##name(const __grid_constant__ CallSet set, const __grid_constant__ Launch launch MOK_TRACE_PARAMETER) { \
+    __shared__ int scratch[4];                                                                                     \
+    mok::cuda::Worker worker(scratch, launch.launch_idx, ring_pointer);                                            \
+    MOK_TRACED(worker.open_track(trace_sink, launch);)                                                             \
+    first;                                                                                                         \
+    for_each_call(set, worker, [&](const Args& args) { name##_body(args, launch, worker); });                      \
+  }                                                                                                                \
   MOK_DEVICE void name##_body(const Args& args, const Launch& launch, mok::cuda::Worker& worker)
 
 namespace mok {
@@ -38,7 +39,7 @@ template <class F>
 MOK_DEVICE void for_each_call(const CallSet& set, Worker& worker, F&& f) {
   for (int32 i = 0; i < set.num_calls; ++i) {
     const Args args(set.calls[(blockIdx.x + i) % set.num_calls]);
-    worker.begin_call();
+    worker.begin_call(args);
     f(args);
   }
 }
@@ -50,7 +51,11 @@ MOK_DEVICE bool run_tile(const Args& args, Worker& worker, const TaskOfStage& ta
   if (!is_ready) return false;
   S::tile(args, worker, task);
   worker.sync();
-  if (worker.is_leader()) S::publishes(args, task, signals);
+  if (worker.is_leader()) {
+    MOK_TRACED(worker.trace(TraceKind::work);)
+    S::publishes(args, task, signals);
+    MOK_TRACED(worker.trace(TraceKind::publish);)
+  }
   return true;
 }
 

@@ -6,6 +6,7 @@
 
 #include "stages/stage.h"
 #include "targets/cuda/async.h"
+#include "targets/cuda/timeline.h"
 
 namespace mok::cuda {
 
@@ -32,6 +33,7 @@ struct Waiter {
   Word clock_ns = 0;  // since when the wait counts; lowest bit: whether it does. One word for want of registers
   Task task;
   int32 launch_idx = 0;
+  MOK_TRACED(Track* track = nullptr;)
 
   __device__ void begin() { clock_ns = 0; }
 
@@ -52,6 +54,7 @@ struct Waiter {
     }
     record(args, wait, is_ended ? kFailureAborted : kFailureTimeout);
     if (!is_ended) raise_abort(args);
+    MOK_TRACED(track->give_up();)
     return false;
   }
 
@@ -102,7 +105,10 @@ class Worker {
     waiter_.launch_idx = launch_idx;
   }
 
-  __device__ void begin_call() { seen_inputs = seen_dones = SeenRanks{}; }
+  __device__ void begin_call([[maybe_unused]] const Args& args) {
+    seen_inputs = seen_dones = SeenRanks{};
+    MOK_TRACED(if (is_leader()) waiter_.track->begin_call(args);)
+  }
 
   __device__ int32 index() const { return blockIdx.x; }
   __device__ int32 num_workers() const { return gridDim.x; }
@@ -146,7 +152,7 @@ class Worker {
   __device__ Word draw(Word* counter) { return atomicAdd(counter, Word{1}); }
   __device__ void begin_wait(const Wait&) { waiter_.begin(); }
   __device__ bool pause(const Args& args, const Wait& wait) { return waiter_.pause(args, wait); }
-  __device__ void end_wait(const Wait&) {}
+  __device__ void end_wait([[maybe_unused]] const Wait& wait) { MOK_TRACED(waiter_.track->wait(waiter_.task, wait);) }
   __device__ void fail(const Args& args, const Wait& wait) { waiter_.fail(args, wait); }
   __device__ bool may_publish(Edge, int64, int32) { return true; }
   // Nobody waits for the host here, so it learns of both at its next call.
@@ -176,7 +182,23 @@ class Worker {
 
   SeenRanks seen_inputs, seen_dones;  // of this call
 
-  __device__ void begin_task(const Task& task) { waiter_.task = task; }
+  __device__ void begin_task(const Task& task) {
+    waiter_.task = task;
+    MOK_TRACED(if (is_leader()) waiter_.track->next_task(task);)
+  }
+
+#if MOK_TRACE
+  __device__ void open_track(const TraceSink& sink, const Launch& launch) {
+    __shared__ Track track;
+    __shared__ TraceSink own_sink;
+    waiter_.track = &track;
+    if (!is_leader()) return;
+    own_sink = sink;
+    track.open(own_sink, static_cast<int>(TraceRole::cta), launch);
+  }
+  // The leader has come to the end of its tile, or of its signals.
+  __device__ void trace(TraceKind kind) { waiter_.track->end(kind, waiter_.task); }
+#endif
 
   // A ticket of the leader's for all threads; negative: the call was aborted.
   __device__ int64 next_ticket(const Args& args, Word* counter) {

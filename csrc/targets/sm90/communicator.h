@@ -25,7 +25,10 @@ class CommWorker {
     mbarrier_init_fence();
     __syncwarp();
   }
-  MOK_DEVICE void begin_call() { seen_inputs = seen_dones = SeenRanks{}; }
+  MOK_DEVICE void begin_call([[maybe_unused]] const Args& args) {
+    seen_inputs = seen_dones = SeenRanks{};
+    MOK_TRACED(if (is_leader()) waiter_.track->begin_call(args);)
+  }
 
   MOK_DEVICE int32 num_workers() const { return num_workers_; }
   MOK_DEVICE bool is_leader() const { return lane_idx() == 0; }
@@ -57,13 +60,21 @@ class CommWorker {
 
   // ---- protocol: called by the leader ----
   MOK_DEVICE Word draw(Word* counter) { return atomicAdd(counter, Word{1}); }
-  MOK_DEVICE void begin_task(const Task& task) { waiter_.task = task; }
+  MOK_DEVICE void begin_task(const Task& task) {
+    waiter_.task = task;
+    MOK_TRACED(if (is_leader()) waiter_.track->next_task(task);)
+  }
   MOK_DEVICE void begin_wait(const Wait&) { waiter_.begin(); }
   MOK_DEVICE bool pause(const Args& args, const Wait& wait) { return waiter_.pause(args, wait); }
-  MOK_DEVICE void end_wait(const Wait&) {}
+  MOK_DEVICE void end_wait([[maybe_unused]] const Wait& wait) { MOK_TRACED(waiter_.track->wait(waiter_.task, wait);) }
   MOK_DEVICE void fail(const Args& args, const Wait& wait) { waiter_.fail(args, wait); }
   MOK_DEVICE bool may_publish(Edge, int64, int32) { return true; }
   SeenRanks seen_inputs, seen_dones;
+
+#if MOK_TRACE
+  MOK_DEVICE void trace_to(cuda::Track& track) { waiter_.track = &track; }
+  MOK_DEVICE void trace(TraceKind kind) { waiter_.track->end(kind, waiter_.task); }
+#endif
 
  private:
   MOK_DEVICE static int32 first_row(uint32 rows) { return __ffs(static_cast<int>(rows)) - 1; }
@@ -118,7 +129,11 @@ MOK_DEVICE bool communicate_tile(const Args& args, CommWorker& worker, const Tas
   if (!__shfl_sync(0xffffffffu, is_ready, 0)) return false;
   S::tile(args, worker, task);
   worker.sync();
-  if (worker.is_leader()) S::publishes(args, task, signals);
+  if (worker.is_leader()) {
+    MOK_TRACED(worker.trace(TraceKind::work);)
+    S::publishes(args, task, signals);
+    MOK_TRACED(worker.trace(TraceKind::publish);)
+  }
   return true;
 }
 
@@ -126,7 +141,7 @@ MOK_DEVICE bool communicate_tile(const Args& args, CommWorker& worker, const Tas
 template <Group kGroup>
 MOK_DEVICE void run_communication(const Args& args, const Launch& launch, CommWorker& worker) {
   Tasks tasks(args, launch, Role::communication);
-  worker.begin_call();
+  worker.begin_call(args);
   for (bool is_running = true; is_running;) {
     Task task;
     int32 has_task = 0;

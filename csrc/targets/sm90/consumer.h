@@ -73,6 +73,7 @@ class Consumer {
         has_task = false;
         continue;
       }
+      MOK_TRACED(trace_begin(is_flush);)
       if (is_flush || !is_padding) multiply(call, is_flush ? 0 : num_blocks);
       if (is_flush) {
         wgmma_wait<0>();  // none is pending; ptxas would put one here (C7517)
@@ -88,6 +89,7 @@ class Consumer {
       has_task = !is_padding && is_message_there();
       if (has_task) state = read_message<true>(shared_, slot_, &task, &tile);
       finish(is_padding);
+      MOK_TRACED(if (threadIdx.x == kTracedThread) shared_.timeline.end(tile_slot_);)
       if (stored_task_.num_rows < kTileRows) clear_padding();
       is_pending_ = true;
     }
@@ -111,6 +113,19 @@ class Consumer {
   MOK_DEVICE bool is_message_there() const {
     return __all_sync(0xffffffffu, mbarrier_test(smem_address(&shared_.message_full[slot_.slot]), slot_.phase));
   }
+
+#if MOK_TRACE
+  static constexpr uint32 kTracedThread = 128;  // group 0's first: its half of a tile is never padding alone
+  // Before products, or stores without them.
+  MOK_DEVICE void trace_begin(bool is_flush) {
+    if (!is_flush) mbarrier_wait(smem_address(&shared_.full[stage_.slot]), stage_.phase);  // the products' first wait
+    if (threadIdx.x != kTracedThread) return;
+    if (is_flush)
+      shared_.timeline.flush(tile_slot_);
+    else
+      shared_.timeline.begin((tile_slot_ + is_pending_) % kTileSlots);
+  }
+#endif
 
   // ---- products ----
 
@@ -278,7 +293,9 @@ class Consumer {
   }
   MOK_DEVICE void run_element(const Args& args, const Task& task, MessageState state) {
     ElementWorker worker;
+    MOK_TRACED(if (threadIdx.x == kTracedThread) shared_.timeline.begin(tile_slot_);)
     if (state == kReady) Swiglu::tile(args, worker, task);
+    MOK_TRACED(if (threadIdx.x == kTracedThread) shared_.timeline.end(tile_slot_);)
     say_stored();
   }
   // Each warp arrives after its stores (release in the CTA); the publisher's release is cumulative.

@@ -22,10 +22,14 @@ class RoleWorker {
   }
   MOK_DEVICE int32 num_workers() const { return num_workers_; }
   MOK_DEVICE Word draw(Word* counter) { return atomicAdd(counter, Word{1}); }
-  MOK_DEVICE void begin_task(const Task& task) { waiter_.task = task; }
+  MOK_DEVICE void begin_task(const Task& task) {
+    waiter_.task = task;
+    MOK_TRACED(waiter_.track->next_task(task);)
+  }
   MOK_DEVICE void begin_wait(const Wait&) { waiter_.begin(); }
   MOK_DEVICE bool pause(const Args& args, const Wait& wait) { return waiter_.pause(args, wait); }
-  MOK_DEVICE void end_wait(const Wait&) {}
+  MOK_DEVICE void end_wait([[maybe_unused]] const Wait& wait) { MOK_TRACED(waiter_.track->wait(waiter_.task, wait);) }
+  MOK_TRACED(MOK_DEVICE void trace_to(cuda::Track& track) { waiter_.track = &track; })
   MOK_DEVICE void fail(const Args& args, const Wait& wait) { waiter_.fail(args, wait); }
   MOK_DEVICE bool may_publish(Edge, int64, int32) { return true; }
   SeenRanks seen_inputs, seen_dones;
@@ -95,6 +99,9 @@ class Roles {
   // Ranks that share this grid wait for each other's input, so all of them publish before any goes on.
   MOK_DEVICE void communicate(CommRing& ring) {
     CommWorker worker(ring, launch_.launch_idx, num_leaving());
+    MOK_TRACED(const uint32 warp = threadIdx.x / 32;)
+    MOK_TRACED(worker.trace_to(shared_.timeline.track(TraceRole::communicator, warp));)
+    MOK_TRACED(if (worker.is_leader()) shared_.timeline.open(launch_, TraceRole::communicator, warp);)
     if constexpr (kHasPrologue) {
       for_each_call([&](int32, const Args& args) {
         Launch launch;
@@ -147,7 +154,10 @@ class Roles {
   MOK_DEVICE void schedule() {
     Position<kTaskSlots> slot;
     RoleWorker worker(launch_.launch_idx, num_leaving());
+    MOK_TRACED(cuda::Track& track = shared_.timeline.open(launch_, TraceRole::scheduler);)
+    MOK_TRACED(Position<kTileSlots> tile_slot; worker.trace_to(track);)
     for_each_call([&](int32, const Args& args) {
+      MOK_TRACED(track.begin_call(args);)
       Signals<RoleWorker> signals(args, worker);
       Tasks tasks(args, launch_, kHasComm ? Role::compute : Role::any);
       bool has_task = true;
@@ -157,6 +167,7 @@ class Roles {
         worker.begin_task(task);
         const bool is_ready = has_task && needs(args, task, signals);
         mbarrier_wait(address(&shared_.message_empty[slot.slot]), slot.phase ^ 1);
+        MOK_TRACED(track.wait(task, InnerWait::message_slot);)
         Message& message = shared_.messages[slot.slot];
         message.state = !has_task ? kNoMoreTasks : is_ready ? kReady : kNotReady;
         if (has_task) {
@@ -169,6 +180,7 @@ class Roles {
           message.num_cols = tile.num_cols;
           message.num_k = tile.num_k;
           message.expert = tile.expert;
+          MOK_TRACED(shared_.timeline.post(tile_slot.slot); tile_slot.advance();)
         }
         mbarrier_arrive(address(&shared_.message_full[slot.slot]));
         slot.advance();
@@ -193,13 +205,17 @@ class Roles {
   MOK_DEVICE void produce() {
     Position<kTaskSlots> slot;
     Position<kNumStages> stage;
+    MOK_TRACED(cuda::Track& track = shared_.timeline.open(launch_, TraceRole::producer);)
     for_each_call([&](int32 index, const Args& args) {
+      MOK_TRACED(track.begin_call(args);)
       Task task;
       GemmTile tile;
       while (read_message<false>(shared_, slot, &task, &tile) != kNoMoreTasks) {
+        MOK_TRACED(track.next_task(task);)
         if (Stages::is_swiglu(task.stage)) continue;
         fence_proxy_async();  // generic writes of others, acquired by the scheduler, before our TMA reads
         Stages::visit(task.stage, [&](auto s) { load<decltype(s)>(index, args.call, task, tile, stage); });
+        MOK_TRACED(track.end(TraceKind::load, task);)
       }
     });
   }
@@ -236,15 +252,22 @@ class Roles {
     Position<kTaskSlots> slot;
     Position<kTileSlots> tile_slot;
     RoleWorker worker(launch_.launch_idx, num_leaving());
+    MOK_TRACED(cuda::Track& track = shared_.timeline.open(launch_, TraceRole::publisher);)
+    MOK_TRACED(cuda::Track& consumers = shared_.timeline.open(launch_, TraceRole::consumers);)
+    MOK_TRACED(worker.trace_to(track);)
     for_each_call([&](int32, const Args& args) {
+      MOK_TRACED(track.begin_call(args); consumers.begin_call(args);)
       Signals<RoleWorker> signals(args, worker);
       Task task;
       GemmTile tile;
       for (;;) {
         const MessageState state = read_message<false>(shared_, slot, &task, &tile);
         if (state == kNoMoreTasks) break;
+        MOK_TRACED(track.next_task(task);)
         mbarrier_wait(address(&shared_.stored[tile_slot.slot]), tile_slot.phase);
+        MOK_TRACED(track.wait(task, InnerWait::stored_tile); shared_.timeline.add_tile(tile_slot.slot, task);)
         if (state == kReady) publishes(args, task, signals);
+        MOK_TRACED(track.end(TraceKind::publish, task);)
         tile_slot.advance();
       }
       leave_last_group(args, launch_, worker);
@@ -264,10 +287,12 @@ class Roles {
 
 // A GEMM kernel: dynamic shared memory of sizeof(Shared) + 1024, whatever the alignment of its start.
 template <class Stages, Group kGroup>
-MOK_DEVICE void run_gemm_kernel(const CallSet& set, const Launch& launch, const Maps& maps) {
+MOK_DEVICE void run_gemm_kernel(const CallSet& set, const Launch& launch,
+                                const Maps& maps MOK_TRACED(, const cuda::TraceSink& sink)) {
   extern __shared__ unsigned char raw[];
   const uint32 misalignment = smem_address(raw) % 1024;
   Shared& shared = *reinterpret_cast<Shared*>(raw + (misalignment ? 1024 - misalignment : 0));
+  MOK_TRACED(if (threadIdx.x == 0) shared.timeline.sink = sink;)  // roles begin behind a barrier
   Roles<Stages, kGroup>(shared, set, launch, maps).run();
 }
 
@@ -276,8 +301,8 @@ MOK_DEVICE void run_gemm_kernel(const CallSet& set, const Launch& launch, const 
 #define MOK_SM90_KERNEL(name, Stages, kGroup)                                                \
   extern "C" __global__ void __launch_bounds__(mok::sm90::kThreads, 1)                       \
       mok_##name(const __grid_constant__ CallSet set, const __grid_constant__ Launch launch, \
-                 const __grid_constant__ mok::sm90::Maps maps) {                             \
-    mok::sm90::run_gemm_kernel<Stages, kGroup>(set, launch, maps);                           \
+                 const __grid_constant__ mok::sm90::Maps maps MOK_TRACE_PARAMETER) {         \
+    mok::sm90::run_gemm_kernel<Stages, kGroup>(set, launch, maps MOK_TRACED(, trace_sink));  \
   }
 #define MOK_COMMA ,
 #define MOK_GEMM_KERNEL(name, S, kGroup) MOK_SM90_KERNEL(name, mok::sm90::StageSet<false MOK_COMMA S>, 0)

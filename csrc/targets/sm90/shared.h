@@ -3,6 +3,7 @@
 
 #include "stages/grouped_gemm.h"
 #include "targets/sm90/ptx.h"
+#include "targets/sm90/timeline.h"
 
 namespace mok::sm90 {
 
@@ -52,6 +53,7 @@ struct alignas(1024) Shared {
   uint64 stored[kTileSlots];
   int32 is_comm_cta;
   CommRing comm_ring;
+  MOK_TRACED(Timeline<kTileSlots> timeline;)
 
   MOK_DEVICE CommRing& ring_of(uint32 warp) { return is_comm_cta ? reinterpret_cast<CommRing*>(a)[warp] : comm_ring; }
 };
