@@ -76,8 +76,8 @@ nb::dict explore(const std::string& sequence, const std::vector<unsigned>& group
 
 void bind_explore(nb::module_& m) {
   m.def("explore", &explore, "sequence"_a, "groups"_a, "ring_blocks"_a, "experts"_a, "sources"_a, "workers"_a,
-        "is_push_dispatch"_a, "is_pull_combine"_a, "is_pull_once"_a, "is_mxfp8"_a, "is_zero_copy"_a, "fault"_a, "is_expiry_allowed"_a,
-        "is_reduced"_a, "max_states"_a);
+        "is_push_dispatch"_a, "is_pull_combine"_a, "is_pull_once"_a, "is_mxfp8"_a, "is_zero_copy"_a, "fault"_a,
+        "is_expiry_allowed"_a, "is_reduced"_a, "max_states"_a);
   m.def("protocol_faults", &explore::fault_names);
   m.def(
       "edge_table",

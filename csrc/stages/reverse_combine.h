@@ -14,7 +14,8 @@ struct ReverseCombine {
 
   template <class Worker>
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
-    return wait_slot_free(args.call, task.block, signals) && wait_row_sources(args.call, task.block, copy_rows_of(task), signals);
+    return wait_slot_free(args.call, task.block, signals) &&
+           wait_row_sources(args.call, task.block, copy_rows_of(task), signals);
   }
 
   template <class Worker>

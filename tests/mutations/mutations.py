@@ -129,11 +129,23 @@ MUTATIONS = [
     ),
     Mutation(
         "csrc/protocol/edge_table.h",
-        "{Edge::x_ready, stages(Stage::dispatch), stages(Stage::gate_up)}",
-        "{Edge::x_ready, stages(Stage::dispatch), stages(Stage::down)}",
+        "{Edge::x_ready, stages(Stage::dispatch), stages(Stage::dispatch, Stage::gate_up)}",
+        "{Edge::x_ready, stages(Stage::dispatch), stages(Stage::dispatch, Stage::down)}",
         CPU + "test_explore.py -k planted_fault",
     ),
     # ---- stages ----
+    Mutation(
+        "csrc/stages/dispatch.h",
+        "return first / rows < row / rows ? first : -1;",
+        "return first < row ? first : -1;",
+        CPU + "test_bits.py -k pull_once",
+    ),
+    Mutation(
+        "csrc/stages/schedule.h",
+        "(ids[other] == expert && other >= idx)",
+        "ids[other] == expert",
+        CPU + "test_stage_schedule.py -k pulled_once",
+    ),
     Mutation(
         "csrc/stages/dispatch.h",
         "wait_slot_free(call, task.block, signals) && wait_row_sources",
