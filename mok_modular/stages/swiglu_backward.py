@@ -55,7 +55,7 @@ def reference(
     w = row_weights.to(precise)[:, None]
     gate_passes, up_passes = torch.ones_like(g, dtype=torch.bool), torch.ones_like(u, dtype=torch.bool)
     if limit is not None:
-        gate_passes, up_passes = ~(g > limit), ~((u > limit) | (u < -limit))
+        gate_passes, up_passes = g <= limit, (u <= limit) & (u >= -limit)
         g = torch.where(g > limit, limit, g)
         u = torch.where(u > limit, limit, torch.where(u < -limit, -limit, u))
     sigmoid = g.sigmoid()
