@@ -163,7 +163,7 @@ def _swiglu_backward_cases() -> Iterator[Case]:
     d_hidden, gate, up = random(256, 192, seed=1), 3 * random(256, 192, seed=2), random(256, 192, seed=3)
     one = torch.ones(256)
     for num_rows in (256, 131, 1, 0):
-        yield _swiglu_backward_case(f"{num_rows} of 256 rows", (d_hidden, gate, up, one), None, num_rows, "rounding")
+        yield _swiglu_backward_case(f"{num_rows} of 256 rows", (d_hidden, gate, up, one), None, num_rows, "values")
     weights = random(256, 1, seed=4).float()[:, 0] / 3
     weights[:4] = torch.tensor([0.0, -1.5, 1e-20, -1e-20])
     given = tuple(tensor.clone() for tensor in (d_hidden, gate, up, weights))
@@ -181,7 +181,9 @@ def _swiglu_backward_cases() -> Iterator[Case]:
     yield _swiglu_backward_case("large, small and zero gates", (small, gates, ups, one[:12]), None, 12, "range")
 
 
-def _swiglu_backward_case(name: str, given: tuple[Tensor, ...], limit: float | None, num_rows: int, rule: str) -> Case:
+def _swiglu_backward_case(
+    name: str, given: tuple[Tensor, ...], limit: float | None, num_rows: int, large_rule: str
+) -> Case:
     args = tuple(tensor.clone() for tensor in given)
     used = torch.arange(len(args[0])) < num_rows
     for tensor in args:
@@ -218,8 +220,9 @@ def _swiglu_backward_case(name: str, given: tuple[Tensor, ...], limit: float | N
         exact,
         [used] * 4,
         [each.nan_to_num() for each in slack],
-        scale if rule == "rounding" else None,
-        rule,
+        scale,
+        "rounding",
+        large_rule,
         dtypes=[torch.bfloat16] * 3 + [torch.float32],
     )
 

@@ -27,7 +27,8 @@ class Case:
     """Arguments of one call, the exact results, and which of their rows (first dimension) count.
 
     `slack` is what float32 sums may add to half a unit in the last place; None: bits must agree.
-    `scale` is the sum of absolute values that a sum is made of: an error that is small beside it comes from rounding.
+    `scale` is the sum of absolute values that a sum is made of: an error that is small beside it comes from rounding,
+    and breaks `rule`; a large one breaks `large_rule`.
     `empty`: rows that must be the exact result to the last bit, whatever the others may do.
     """
 
@@ -39,6 +40,7 @@ class Case:
     slack: Sequence[Tensor | None] | None = None
     scale: list[Tensor] | None = None
     rule: str = "values"
+    large_rule: str = "values"
     is_padding_checked: bool = False
     dtypes: Sequence[torch.dtype] = ()  # of the results; none: all bfloat16
     rules: Sequence[str] = ()  # by result; none: `rule`
