@@ -101,6 +101,25 @@ def test_wgrad_of_ten_lines(workload: Workload) -> None:
     assert_gradients_right(workload, run_both(workload, config))
 
 
+@pytest.mark.parametrize("executor", ["fibers", "threads"])
+def test_one_carry_comes_as_another_leaves(executor: str) -> None:
+    """Experts of three row blocks each and a ring of two: the second generation ends one and begins the other."""
+    workload = make_workload([600], E=2, K=1, routing=lambda _rank, count, _: (torch.arange(count) % 2)[:, None])
+    seen: list[Tensor | None] = []
+
+    def wgrad(*args: Any) -> Tensor:
+        seen.append(args[4])
+        return ten_line_wgrad(*args)
+
+    config = MoKConfig(mode="split", **SMALL_RING, stages={"wgrad": wgrad})
+    assert_gradients_right(workload, run_both(workload, config, executor=executor))
+    assert [carry is None for carry in seen] == [True] * 3 + [False] * 6
+    assert [[bool(part.any()) for part in carry] for carry in seen[3::3] if carry is not None] == [
+        [True, False],
+        [False, True],
+    ]
+
+
 def test_the_whole_layer_in_torch(workload: Workload) -> None:
     """Both passes, every stage that can be swapped; twice on one workspace."""
     names = {*NAMES, "dispatch", "grouped_gemm", "swiglu", "combine"}
