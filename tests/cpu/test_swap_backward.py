@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -173,6 +174,24 @@ def test_the_library_quantizes_around_a_function(name: str, wire: str) -> None:
             for key, gradient in mine.items():  # without its quantization it would be percents
                 distance = (gradient.double() - theirs[key].double()).norm()
                 assert float(distance) <= 2e-3 * float(theirs[key].double().norm()), (name, key)
+
+
+def test_dgrad_gets_weights_quantized_along_its_own_axis() -> None:
+    """Rows of the gate weight so unlike that what is quantized along a column loses the small ones, which along a row
+    would stay."""
+    workload = make_workload([150, 140], E=6, K=3, H=128, I=256, S=384, precision="mxfp8")
+    scale = torch.exp2(-(torch.arange(256) % 32).float())[:, None].bfloat16()
+    weights = dataclasses.replace(workload.weights, routed_gate=workload.weights.routed_gate * scale)
+    workload = dataclasses.replace(workload, weights=weights)
+    seen = []
+
+    def grouped_dgrad(rows: Any, weight: Any, start: Tensor, count: Tensor) -> Tensor:
+        if not isinstance(weight, Tensor):
+            seen.append(float((weight[0] == 0).double().mean()))
+        return stages.grouped_dgrad.reference(rows, weight, start, count)
+
+    run_both(workload, MoKConfig(mode="split", **SMALL_RING, stages={"grouped_dgrad": grouped_dgrad}))
+    assert min(seen) > 0.2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
