@@ -62,6 +62,8 @@ def test_python(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert re.search(r"^limit +BROKEN", out, re.MULTILINE)
     assert re.search(r"^(rounding|values) +BROKEN", out, re.MULTILINE)
+    assert re.search(r"^carry +BROKEN", out.partition("\nwgrad\n")[2], re.MULTILINE)
+    assert "BROKEN" not in re.sub(r"^carry .*", "", out.partition("\nwgrad\n")[2], flags=re.MULTILINE)
 
 
 # ---- explain ----
