@@ -26,6 +26,7 @@ addition to main_grads, and in an MXFP8 layer every quantization: a function is 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,17 @@ def _group_of(stage: str, plan: Plan) -> tuple[str, ...]:
     return tuple(each for each in group if each == stage or each in WINDOWED_STAGES)
 
 
+def _signature(name: str) -> str:
+    """How a function is called, for whoever has written another one."""
+    from mok_modular import stages
+
+    given = inspect.signature(getattr(stages, name).reference).parameters.values()
+    arguments = [
+        f"{each.name}=" if each.kind is each.KEYWORD_ONLY else each.name for each in given if each.name != "direction"
+    ]
+    return f"mok_modular.stages.{name}.reference({', '.join(arguments)})"
+
+
 class Swap:
     """The swapped stages of one collective call, and what went wrong in them, by rank."""
 
@@ -118,9 +130,7 @@ class Swap:
                     work(function, Window(self, rank, generation or 0))
             except Exception as error:  # raised again on its own rank when all have stopped
                 what = "" if stage == name else f" for {stage}"
-                error.add_note(
-                    f"in stages[{name!r}]{what} on rank {rank}; it is called as mok_modular.stages.{name}.reference is"
-                )
+                error.add_note(f"in stages[{name!r}]{what} on rank {rank}; it is called as {_signature(name)}")
                 self.errors[rank] = error
                 return False
             return True

@@ -341,7 +341,7 @@ def test_wrong_results_are_named(workload: Workload, name: str, change: Any, mes
     with pytest.raises(ValueError, match=message) as caught:
         run_both(workload, config)
     assert any(
-        f"in stages['{name}']" in note and f"called as mok_modular.stages.{name}.reference" in note
+        f"in stages['{name}']" in note and f"called as mok_modular.stages.{name}.reference(" in note
         for note in caught.value.__notes__
     )
 
