@@ -3,8 +3,9 @@
     python benchmarks/bars.py forward_cpu            a table
     python benchmarks/bars.py forward_cpu --json     one JSON object, nothing else on stdout
 
-A group is a module bars_GROUP.py beside this file with `bars()`, a generator of Bar. Exit code 0 when every
-bar of the group holds, 1 when one is missed.
+A group is a module bars_GROUP.py beside this file with `bars()`, a generator of Bar, and perhaps `figures` that are
+kept in a file and `finish(path)`, which gives a text to print once they are. Exit code 0 when every bar of the group
+holds, 1 when one is missed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ def main() -> int:
     figures = getattr(module, "figures", None)
     if figures is not None:  # a group that needs a machine of its own keeps what it saw
         rows = [bar.to_json() for bar in bars]
-        print(f"wrote {write_results(args.group, {'ok': is_ok, 'bars': rows, 'figures': figures})}", file=sys.stderr)
+        path = write_results(args.group, {"ok": is_ok, "bars": rows, "figures": figures})
+        print(f"wrote {path}", file=sys.stderr)
+        if hasattr(module, "finish"):  # tables of its own, a picture beside the results
+            text = module.finish(path)
+            print(text, end="\n\n", file=sys.stderr if args.json else sys.stdout, flush=True)
     if args.json:
         rows = [
             {

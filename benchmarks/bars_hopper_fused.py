@@ -25,9 +25,9 @@ from torch import Tensor
 
 from mok_modular import MoEShape, MoKConfig
 from mok_modular.plan import all_plans
+from mok_modular.testing.timing import DENSE_FLOPS, dense_product
 
 NUM_EXPERTS = 16
-DENSE_SIZE = 8192
 FLOOR_BARS = {2048: (0.80, 0.70), 8192: (0.85, 0.78)}  # T: the bar, and Qwen's
 TORCH_BARS = {"kimi-k2.7": 1.4, "glm-5.2": 1.7, "qwen3.5-397b": 2.2, "deepseek-v4-pro": 1.5}
 CROSSOVER_TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -111,11 +111,6 @@ class Contenders:
         return self.split.x, self.ids, self.split.router_weights, w_gate_up, self.split.w_down.transpose(1, 2)
 
 
-def dense_product() -> Callable[[], Tensor]:
-    a, b = (torch.randn(DENSE_SIZE, DENSE_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return lambda: a @ b
-
-
 def in_graph(run: Callable[[], object]) -> Callable[[], object]:
     """`run` as one CUDA graph."""
     stream = torch.cuda.Stream()
@@ -168,7 +163,7 @@ def speed_bars() -> Iterator[Bar]:
                     beside = case.with_config(fwd_num_comm_sms=num_sms)
                     runs[f"fused, {num_sms} communication SMs"] = lambda f=beside, s=schedule: f.forward(s)
             times: dict[str, Any] = gpu_timing.interleaved_ms(runs, rounds=15)
-            dense_rate = 2 * DENSE_SIZE**3 / (times["dense"] * 1e-3)
+            dense_rate = DENSE_FLOPS / (times["dense"] * 1e-3)
             floor = case.flops / dense_rate * 1e3
             samples = [fused.kernel_ms(schedule) for _ in range(8)]
             kernels = {kernel: statistics.median(sample[kernel] for sample in samples) for kernel in samples[0]}

@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import gpu_timing
@@ -74,10 +74,17 @@ class Layer:
 
     def kernel_ms(self, schedule: functional.MoKSchedule) -> dict[str, float]:
         """One forward with events around its kernels."""
+        return self._timed_ms(lambda: self.forward(schedule))
+
+    def schedule_ms(self, ids: Tensor) -> dict[str, float]:
+        """One build_schedule with events around its kernel."""
+        return self._timed_ms(lambda: self.schedule(ids))
+
+    def _timed_ms(self, call: Callable[[], object]) -> dict[str, float]:
         shared: Any = self.workspace.shared
         shared.is_timing = True
         torch.cuda._sleep(2_000_000)  # about a millisecond: the host gets ahead, so that no gap of its is timed
-        self.forward(schedule)
+        call()
         shared.is_timing = False
         return {kernel: seconds * 1e3 for kernel, seconds in shared.kernel_times_s()}
 

@@ -1,30 +1,12 @@
-"""Interleaved timings on a GPU: every contender once a round, so that clocks and power drift alike for all."""
+"""What a GPU can do at best, by the interleaved timings of mok_modular.testing.timing."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping
-
 import torch
 
+from mok_modular.testing.timing import DENSE_FLOPS, dense_product, interleaved_ms
 
-def interleaved_ms(
-    contenders: Mapping[str, Callable[[], object]], rounds: int = 30, warmup: int = 3
-) -> dict[str, float]:
-    """The median milliseconds of each contender, by CUDA events."""
-    for _ in range(warmup):
-        for run in contenders.values():
-            run()
-    events = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, run in contenders.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            run()
-            end.record()
-            events[name].append((begin, end))
-    torch.cuda.synchronize()
-    return {name: statistics.median(b.elapsed_time(e) for b, e in pairs) for name, pairs in events.items()}
+__all__ = ["copy_rate_bytes_per_s", "interleaved_ms", "matmul_rate_flops"]
 
 
 def copy_rate_bytes_per_s(num_bytes: int = 4 << 30) -> float:
@@ -35,8 +17,6 @@ def copy_rate_bytes_per_s(num_bytes: int = 4 << 30) -> float:
     return 2 * num_bytes / (ms * 1e-3)
 
 
-def matmul_rate_flops(size: int = 8192) -> float:
+def matmul_rate_flops() -> float:
     """Dense BF16 product of random matrices, FLOP/s."""
-    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    ms = interleaved_ms({"matmul": lambda: a @ b}, rounds=20)["matmul"]
-    return 2 * size**3 / (ms * 1e-3)
+    return DENSE_FLOPS / (interleaved_ms({"matmul": dense_product()}, rounds=20)["matmul"] * 1e-3)

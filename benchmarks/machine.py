@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import mok_modular
+from mok_modular.testing.timing import query_gpu
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -22,7 +23,7 @@ def describe() -> dict[str, Any]:
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "num_gpus": torch.cuda.device_count(),
-        "driver": _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": query_gpu("driver_version")[0],
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
@@ -35,8 +36,7 @@ def describe() -> dict[str, Any]:
 def clocks() -> dict[str, str]:
     """What the GPU runs at just now."""
     fields = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
-    values = _run("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader") or ""
-    return dict(zip(fields, values.splitlines()[0].split(", "), strict=False)) if values else {}
+    return {name: value for name, value in zip(fields, query_gpu(*fields), strict=True) if value is not None}
 
 
 def write_results(group: str, payload: dict[str, Any], folder: Path | None = None) -> Path:

@@ -1,137 +1,140 @@
-"""One rank of `bars.py two_gpus` (torchrun starts it): dispatch and combine over NVLink, beside a plain peer copy.
+"""One rank of `bars.py two_gpus`, which starts all of them.
 
-Every token's experts are on the other rank, so that every row crosses the link, both directions at once.
+    torchrun --nproc-per-node=2 benchmarks/two_gpus.py REPORT.json PART...
+
+Measures the parts one after the other. Rank 0 adds every figure to REPORT.json as soon as there is one, and a part's
+name to its `done` at the end. A part that fails ends the process, so that no rank waits for it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import statistics
 import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed
+from two_gpus_cases import LAYERS, NUM_RANKS
+from two_gpus_copies import measure_copies, measure_signals
+from two_gpus_layer import measure_layer, measure_minibatches
 
-from mok_modular import MoKConfig, functional, nvrtc
-from mok_modular.targets.cuda_device import check, driver
-
-HIDDEN, INTER, TOPK, LOCAL_EXPERTS, NUM_TOKENS = 7168, 64, 8, 8, 2048
-ROW_BYTES, NUM_ROWS = 2 * HIDDEN, NUM_TOKENS * TOPK
-NUM_SMS = (4, 8, 16, 32, 64, 132)
-WAYS: dict[str, dict[str, str]] = {
-    "pull dispatch, push combine": {},
-    "push dispatch, pull combine": {"dispatch": "push", "combine": "pull"},
+PARTS: dict[str, Callable[[Any], None]] = {
+    "copies": lambda env: measure_copies(env, ("remote", "uniform", "captured")),
+    "copies hot": lambda env: measure_copies(env, ("hot",)),
+    **{f"layer {name}": lambda env, name=name: measure_layer(env, name) for name in LAYERS},
+    "minibatch": measure_minibatches,
+    "signals": measure_signals,
 }
-ROUNDS = 9
+HEAD_START_CYCLES = 700_000
+"""About 0.4 ms in which the hosts get ahead of their GPUs, as they are when a model comes to a layer."""
 
 
-class PeerCopy:
-    """The kernel of peer_copy.cu."""
+class Env:
+    """This rank, and what the parts need of it."""
 
-    def __init__(self) -> None:
-        options = ["--gpu-architecture=sm_90a", "--std=c++20", "--device-as-default-execution-space"]
-        cubin, _ = nvrtc.compile_source(Path(__file__).parent, "peer_copy.cu", options)
-        self.function = check(driver().cuModuleGetFunction(check(driver().cuModuleLoadData(cubin)), b"peer_copy"))
+    device_type, backend = "cuda", "nccl"
 
-    def __call__(self, dst: int, src: int, num_bytes: int, num_sms: int) -> None:
-        values = [ctypes.c_void_p(dst), ctypes.c_void_p(src), ctypes.c_longlong(num_bytes // 16)]
-        pointers = (ctypes.c_void_p * 3)(*[ctypes.addressof(value) for value in values])
-        stream = torch.cuda.current_stream().cuda_stream
-        check(
-            driver().cuLaunchKernel(
-                self.function, 2 * num_sms, 1, 1, 512, 1, 1, 0, stream, ctypes.addressof(pointers), 0
-            )
-        )
+    def __init__(self, report: Path) -> None:
+        self.rank = int(os.environ["LOCAL_RANK"])
+        self.device = torch.device(self.device_type, self.rank)
+        torch.cuda.set_device(self.device)
+        distributed.init_process_group("gloo")
+        if distributed.get_world_size() != NUM_RANKS:
+            raise SystemExit(f"two_gpus needs {NUM_RANKS} ranks, got {distributed.get_world_size()}")
+        self.group = distributed.group.WORLD
+        self.nccl = distributed.new_group(backend=self.backend)
+        self.deep_ep: Any = None
+        self._token = torch.zeros(1, device=self.device)
+        self._path = report
+        self._report: dict[str, Any] = json.loads(report.read_text()) if report.exists() else {}
+        self._start_s = time.monotonic()
 
+    def meet(self) -> None:
+        """All hosts are here."""
+        self.gather(None)
 
-def slowest(milliseconds: dict[str, float]) -> dict[str, float]:
-    """The same of all ranks: the largest of each."""
-    ranks: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(ranks, milliseconds)
-    return {name: max(rank[name] for rank in ranks) for name in milliseconds}
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank."""
+        values: list[Any] = [None] * NUM_RANKS
+        distributed.all_gather_object(values, value, group=self.group)
+        return values
 
+    def slowest(self, milliseconds: Mapping[str, float]) -> dict[str, float]:
+        """The largest of all ranks, of each."""
+        ranks = self.gather(dict(milliseconds))
+        return {name: max(rank[name] for rank in ranks) for name in milliseconds}
 
-def time_stages(group: Any, rank: int, options: dict[str, str], report: dict[str, float], way: str) -> Any:
-    """Kernel times of a forward by number of SMs, into `report`. Returns the workspace."""
-    base = MoKConfig(mode="split", minibatch_size=4096, macrobatch_size=131072, **options)
-    device = torch.device("cuda", torch.cuda.current_device())
-    generator = torch.Generator(device).manual_seed(rank)
+    def start(self, num_cycles: int = HEAD_START_CYCLES) -> None:
+        """What is enqueued next starts on all GPUs at the same time, but for microseconds, and with the host ahead."""
+        torch.cuda._sleep(num_cycles)
+        distributed.all_reduce(self._token, group=self.nccl)
 
-    def random(*dims: int) -> torch.Tensor:
-        return torch.randn(*dims, device=device, generator=generator).bfloat16() / dims[-1] ** 0.5
-
-    workspace = functional.create_workspace(
-        base, group, device=device, num_local_tokens=NUM_TOKENS, hidden_size=HIDDEN, topk=TOPK
-    )
-    ids = torch.rand(NUM_TOKENS, LOCAL_EXPERTS, device=device, generator=generator).argsort(dim=1)[:, :TOPK]
-    ids = (ids + (1 - rank) * LOCAL_EXPERTS).int()
-    x, router_weights = random(NUM_TOKENS, HIDDEN), torch.rand(NUM_TOKENS, TOPK, device=device, generator=generator)
-    routed = [random(LOCAL_EXPERTS, INTER, HIDDEN), random(LOCAL_EXPERTS, INTER, HIDDEN),
-              random(LOCAL_EXPERTS, HIDDEN, INTER)]  # fmt: skip
-    shared: Any = workspace.shared
-    for num_sms in NUM_SMS:
-        config = MoKConfig(
-            mode="split", minibatch_size=4096, macrobatch_size=131072, num_reserved_sms=132 - num_sms, **options
-        )
-        times: dict[str, list[float]] = {"dispatch": [], "combine": []}
-        for _ in range(ROUNDS):
-            workspace.check()
-            distributed.barrier()
-            shared.is_timing = True
-            # The ranks' kernels meet in the schedule, so that no rank's dispatch waits for a host that is late.
-            torch.cuda._sleep(1_000_000)
-            schedule = functional.build_schedule(workspace, config, ids, num_local_experts=LOCAL_EXPERTS)
-            functional.forward(
-                config, workspace, schedule, x, router_weights, None, None, None, *routed, save_context=False
-            )
-            for kernel, seconds in shared.kernel_times_s():
-                if kernel in times:
-                    times[kernel].append(seconds * 1e3)
-        for kernel, values in times.items():
-            direction = way.split(", ")[kernel == "combine"]
-            report[f"{direction} {num_sms}"] = statistics.median(values[2:])
-    return workspace
-
-
-def time_plain(workspace: Any, rank: int, report: dict[str, float]) -> None:
-    """The plain copy of as many bytes, loads from the peer and stores to it."""
-    copy, memory = PeerCopy(), workspace.shared.native
-    num_bytes = NUM_ROWS * ROW_BYTES
-    own, peer = memory.address(rank, "ring_x"), memory.address(1 - rank, "combine")
-    for name, dst, src in (("plain loads", own, peer), ("plain stores", peer, own)):
-        for num_sms in NUM_SMS:
-            values = []
-            for _ in range(ROUNDS):
-                torch.cuda.synchronize()
-                distributed.barrier()
+    def medians(self, runs: Mapping[str, Callable[[], object]], rounds: int, warmup: int) -> dict[str, float]:
+        """Milliseconds of each on this rank, interleaved, each started on all ranks at once; all ranks call."""
+        events: dict[str, list[Any]] = {name: [] for name in runs}
+        for _ in range(warmup + rounds):
+            for name, run in runs.items():
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                self.start()
                 begin.record()
-                copy(dst, src, num_bytes, num_sms)
+                run()
                 end.record()
-                torch.cuda.synchronize()
-                values.append(begin.elapsed_time(end))
-            report[f"{name} {num_sms}"] = statistics.median(values[2:])
+                events[name].append((begin, end))
+        torch.cuda.synchronize()
+        return {name: statistics.median(b.elapsed_time(e) for b, e in pairs[warmup:]) for name, pairs in events.items()}
+
+    def save(self, part: str, key: str, figures: Any) -> None:
+        """Keeps figures that all ranks have alike."""
+        self.log(f"{part}: {key}: {_short(figures)}")
+        self._report.setdefault(part, {})[key] = figures
+        self._write()
+
+    def finish(self, part: str) -> None:
+        self._report.setdefault("done", []).append(part)
+        self._report.setdefault("seconds", {})[part] = round(time.monotonic() - self._start_s, 1)
+        self._write()
+
+    def log(self, text: str) -> None:
+        if self.rank == 0:
+            print(f"[{time.monotonic() - self._start_s:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+    def _write(self) -> None:
+        if self.rank == 0:
+            new = self._path.with_suffix(".new")
+            new.write_text(json.dumps(self._report, indent=1))
+            new.replace(self._path)
+
+
+def _short(figures: Any) -> str:
+    if isinstance(figures, dict) and isinstance(figures.get("ms"), dict):
+        figures = figures["ms"]
+    if isinstance(figures, dict):
+        return ", ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in figures.items())
+    return str(figures)
 
 
 def main() -> None:
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    distributed.init_process_group("gloo")
-    group = distributed.group.WORLD
-    milliseconds: dict[str, float] = {}
-    for way, options in WAYS.items():
-        workspace = time_stages(group, rank, options, milliseconds, way)
-        if not options:
-            time_plain(workspace, rank, milliseconds)
-            workspace.reset()  # its regions hold anything now
-    milliseconds = slowest(milliseconds)
-    if rank == 0:
-        rates = {name: NUM_ROWS * ROW_BYTES / ms * 1e-6 for name, ms in milliseconds.items()}
-        Path(sys.argv[1]).write_text(json.dumps(rates))
+    env = Env(Path(sys.argv[1]))
+    for part in sys.argv[2:]:
+        env.log(f"{part} begins")
+        try:
+            PARTS[part](env)
+            torch.cuda.synchronize()
+            env.meet()
+        except BaseException:
+            print(f"rank {env.rank}, {part}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            os._exit(1)  # whoever waits for this rank is ended by the launcher
+        env.finish(part)
+    env.log("ends")
+    if env.deep_ep is not None:
+        env.deep_ep.destroy()
+    distributed.destroy_process_group(env.nccl)
 
 
 if __name__ == "__main__":

@@ -109,6 +109,7 @@ struct Shape {
   int32 capacity_rows = 0;     // rows that a schedule may hold, padding included
   int32 ring_rows = 0;         // rows of one generation
   bool is_push_dispatch = false;
+  bool is_pull_once = false;  // a token comes to a rank once and is copied there; see dispatch.h
   bool is_pull_combine = false;
   bool is_minibatch_grain = false;  // signals of x_ready and y_ready: per minibatch slot
   bool is_serial_ring = false;
@@ -424,6 +425,7 @@ struct Schedule {
   int32* route_rank;         // [max_tokens * K]     owner of each of this rank's own routes, -1 = none
   int32* route_row;          // [max_tokens * K]     its row there
   int32* sorted_route;       // [max_tokens * K]     own routes by (expert, order): push dispatch's order
+  int32* token_row;          // [R, max_tokens]      the first row of a peer's token here; with is_pull_once only
 };
 enum ScheduleCount : int32 { kCountRows, kCountWindows, kCountRoutes, kCountWantedRows, kCountBuild, kNumCounts };
 

@@ -31,6 +31,7 @@ class MoKSchedule:
     counts [5]: rows, windows, routes of this rank, rows wanted, number of the build.
     route_rank, route_row [T*K]: owner and row there of this rank's own routes; -1 for none.
     sorted_route [T*K]: own routes by expert, the order in which a pusher sends them.
+    token_row [R*max T]: first row here of each peer's token that comes here; with dispatch="pull_once", else empty.
     """
 
     peer_rank: Tensor
@@ -44,6 +45,7 @@ class MoKSchedule:
     route_rank: Tensor
     route_row: Tensor
     sorted_route: Tensor
+    token_row: Tensor
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields by name."""
@@ -245,6 +247,7 @@ def schedule_sizes(shape: Any, num_routes: int) -> dict[str, int]:
         "route_rank": num_routes,
         "route_row": num_routes,
         "sorted_route": num_routes,
+        "token_row": shape.num_ranks * shape.max_tokens if shape.is_pull_once else 0,
     }
 
 
@@ -335,8 +338,8 @@ def check_schedule_tensors(workspace: Workspace, schedule: MoKSchedule) -> None:
 
 
 def check_ring(config: MoKConfig, shape: Any) -> None:
-    if (config.dispatch == "push" or config.combine == "pull") and shape.ring_rows < shape.capacity_rows:
-        which = "dispatch='push'" if config.dispatch == "push" else "combine='pull'"
+    if (config.dispatch != "pull" or config.combine == "pull") and shape.ring_rows < shape.capacity_rows:
+        which = f"dispatch={config.dispatch!r}" if config.dispatch != "pull" else "combine='pull'"
         raise ValueError(
             f"{which} needs a ring that holds all rows: macrobatch_size is {config.macrobatch_size}, "
             f"{shape.capacity_rows} rows may come"
@@ -415,6 +418,8 @@ def check_layer(
             matrix = (hidden, shared_size) if name == "w_shared_down" else (shared_size, hidden)
             check_shape(name, weights[name], matrix, shapes[name])
     if is_mxfp8:
+        if config.dispatch == "pull_once":
+            raise ValueError("config.dispatch='pull_once' is for BF16 layers, got MXFP8 weights")
         sizes = {"hidden_size": hidden, "intermediate_size": inter, "shared_intermediate_size": shared_size}
         check_mxfp8_sizes(sizes, workspace.device)
     elif config.wire != "bf16":

@@ -10,28 +10,33 @@ import argparse
 import dataclasses
 import importlib
 import inspect
-import json
-import math
-import statistics
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from mok_modular import cli_look
+from mok_modular import cli_ab, cli_look, cli_sweep
 from mok_modular.build import TARGETS, BuildError, check_target, compile_plans, host_build_info
-from mok_modular.config import PRESETS, MoEShape, MoKConfig
+from mok_modular.cli_common import (
+    Parser,
+    Progress,
+    add_capture_options,
+    add_workload_options,
+    describe,
+    load_workload,
+    parse_shape,
+    passes,
+    print_json,
+    set_up,
+)
+from mok_modular.config import MoKConfig
 from mok_modular.errors import MoKPeerError, MoKTimeoutError, format_table
 from mok_modular.nvrtc import CompileError
-from mok_modular.plan import Plan, all_plans
-from mok_modular.precision import PRECISIONS
+from mok_modular.plan import Plan
 from mok_modular.testing import MAX_RATIO, REPLAYED
 
 if TYPE_CHECKING:
-    from mok_modular.group import LocalGroup
-    from mok_modular.testing import PassesResult, StageStats, TensorCheck, Workload
-    from mok_modular.trace import Trace
+    from mok_modular.testing import StageStats, TensorCheck
 
 # Data-flow order, for the list of stages; any other comes behind these.
 _STAGE_FILES = (*REPLAYED, "ring")
@@ -41,17 +46,6 @@ _CHECK_NOTE = (
     "distances from float64; torch: its BF16 matmuls, rounded and in mxfp8 quantized at the same places; "
     f"ok up to {MAX_RATIO} of it"
 )
-
-DEFAULT_HIDDEN_SIZE = 256
-DEFAULT_INTERMEDIATE_SIZE = 384
-DEFAULT_SHARED_INTERMEDIATE_SIZE = 128
-
-
-class _Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,18 +59,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (MoKTimeoutError, MoKPeerError, BuildError, ImportError, CompileError) as error:
         print(f"mok-modular {args.name}: {type(error).__name__}: {error}", file=sys.stderr)
         if args.json:
-            _print_json({"ok": False, "error": str(error)})
+            print_json({"ok": False, "error": str(error)})
         return 1
 
 
-def _make_parser() -> _Parser:
-    parser = _Parser(prog="mok-modular", description="Expert-parallel mixture-of-experts layers, stage by stage.")
+def _make_parser() -> Parser:
+    parser = Parser(prog="mok-modular", description="Expert-parallel mixture-of-experts layers, stage by stage.")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
 
     run = commands.add_parser(
         "run", help="forward and backward on captured routing: stages, the check of output and gradients"
     )
-    _add_workload_options(run)
+    add_workload_options(run)
     run.add_argument("--mode", default="fused", help="fused, split or a plan string (default: fused)")
     run.add_argument("--trace", type=Path, metavar="FILE", help="write what every worker did, for ui.perfetto.dev")
     run.add_argument(
@@ -88,18 +82,6 @@ def _make_parser() -> _Parser:
     )
     run.set_defaults(command=_run)
 
-    ab = commands.add_parser("ab", help="fused against split in one run: times, and whether the bits agree")
-    _add_workload_options(ab)
-    ab.add_argument("--iters", type=int, default=5, help="timed rounds after one warm-up round (default: 5)")
-    ab.add_argument(
-        "--plans",
-        choices=("two", "all"),
-        default="two",
-        help="fused and split, or all 16 plans (default: two)",
-    )
-    ab.add_argument("--timeline", type=Path, metavar="FILE", help="draw split beside fused (needs matplotlib)")
-    ab.set_defaults(command=_ab)
-
     stages = commands.add_parser("stages", help="the stages, their contracts and the active implementation")
     stages.add_argument(
         "--only",
@@ -109,7 +91,7 @@ def _make_parser() -> _Parser:
     )
     stages.add_argument("--dump", type=Path, metavar="DIR", help="with --only: save its results to DIR/NAME.pt")
     cli_look.add_stage_options(stages)
-    _add_capture_options(stages)
+    add_capture_options(stages)
     stages.set_defaults(command=_stages)
 
     build = commands.add_parser("build", help="compiles GPU targets ahead of time; how the host target was compiled")
@@ -130,44 +112,10 @@ def _make_parser() -> _Parser:
     doctor.add_argument("--tokens", type=int, default=256, help="its tokens a rank (default: 256)")
     doctor.set_defaults(command=_doctor)
 
-    for command in (run, ab, stages, build, doctor, *cli_look.add_commands(commands)):
+    others = (cli_ab.add_command(commands), cli_sweep.add_command(commands), *cli_look.add_commands(commands))
+    for command in (run, stages, build, doctor, *others):
         command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
-
-
-def _add_capture_options(parser: argparse.ArgumentParser) -> None:
-    """Which tokens a layer of which size works on."""
-    parser.add_argument("--ranks", type=int, help="ranks in this process (default: the routing's)")
-    parser.add_argument(
-        "--shape",
-        help=f"H,I,E,K[,S] or one of: {', '.join(PRESETS)}; E and K must fit the routing "
-        f"(default: the captured layer's; {DEFAULT_HIDDEN_SIZE},{DEFAULT_INTERMEDIATE_SIZE},E,K,"
-        f"{DEFAULT_SHARED_INTERMEDIATE_SIZE} with the routing's E and K where the capture does not say)",
-    )
-    parser.add_argument("--tokens", type=int, help="tokens of each rank (default: those of the first capture)")
-    parser.add_argument("--routing", type=Path, metavar="FILE", help="captured routing (default: the shipped one)")
-    parser.add_argument("--seed", type=int, default=0, help="of the inputs and of --order random (default: 0)")
-
-
-def _add_workload_options(parser: argparse.ArgumentParser) -> None:
-    _add_capture_options(parser)
-    parser.add_argument("--device", default="cpu", help="cpu, or the GPU that all ranks share, such as cuda:0")
-    parser.add_argument(
-        "--precision", choices=PRECISIONS, default="bf16", help="of the routed experts' products (default: bf16)"
-    )
-    parser.add_argument(
-        "--order",
-        choices=("round_robin", "random", "last_first"),
-        default="round_robin",
-        help="which worker the scheduler resumes (default: round_robin)",
-    )
-    parser.add_argument(
-        "--executor",
-        choices=("fibers", "threads"),
-        default="fibers",
-        help="what a worker is (default: fibers)",
-    )
-    parser.add_argument("--workers", type=int, help="workers of each rank (default: the library's choice)")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -175,21 +123,21 @@ def _run(args: argparse.Namespace) -> int:
 
     config = MoKConfig(mode=args.mode, trace=args.trace is not None)
     planted = [faults.parse(text) for text in args.fault]
-    workload, group, source = _set_up(args)
-    progress = _Progress()
-    progress(f"{_passes(group)}, {_describe(workload)}, mode {args.mode}")
+    workload, group, source = set_up(args)
+    progress = Progress()
+    progress(f"{passes(group)}, {describe(workload)}, mode {args.mode}")
     try:
         with faults.plant(*planted):
             result = run_passes(group, workload, config)
     finally:
         if args.trace is not None:
-            _trace_of(group).save(args.trace)
+            cli_ab.trace_of(group).save(args.trace)
     progress(f"forward took {result.seconds:.3f} s, backward {result.backward_seconds:.3f} s; checking against float64")
     checks = check_passes(workload, result)
     is_ok = all(check.is_ok for check in checks.values())
     progress("checked")
     if args.json:
-        _print_json(
+        print_json(
             {
                 "ok": is_ok,
                 "config": dataclasses.asdict(config),
@@ -211,77 +159,6 @@ def _run(args: argparse.Namespace) -> int:
         print(_check_table(checks))
         print(_CHECK_NOTE)
     return 0 if is_ok else 1
-
-
-def _passes(group: LocalGroup) -> str:
-    """What run and ab run there."""
-    return "forward and backward" if group.device == "cpu" else "forward (backward runs on CPU ranks only)"
-
-
-def _trace_of(group: LocalGroup) -> Trace:
-    """The trace of the only workspace of a group."""
-    return next(iter(group.workspaces.values())).trace()
-
-
-def _ab(args: argparse.Namespace) -> int:
-    from mok_modular.testing import run_passes_plans
-
-    if args.iters < 1:
-        raise ValueError(f"--iters must be at least 1, got {args.iters}")
-    plans = all_plans() if args.plans == "all" else [Plan.parse("fused"), Plan.parse("split")]
-    configs = [MoKConfig(mode=str(plan)) for plan in plans]
-    workload, group, _ = _set_up(args)
-    progress = _Progress()
-    num_rounds = args.iters + 1
-    progress(f"{_passes(group)}, {_describe(workload)}, {len(plans)} plans, {num_rounds} rounds")
-    results = run_passes_plans(group, workload, configs, num_rounds)
-    by_plan = {str(plan): results[i * num_rounds : (i + 1) * num_rounds] for i, plan in enumerate(plans)}
-    progress("comparing bits")
-    first = results[0]
-    differing = {name: _differing(first, rounds) for name, rounds in by_plan.items()}
-    medians = {
-        name: statistics.median(round_.seconds + round_.backward_seconds for round_ in rounds[1:])
-        for name, rounds in by_plan.items()
-    }
-    names = sorted(set().union(*differing.values()))
-    ratio = medians["split"] / medians["fused"]
-    if args.timeline is not None:
-        _draw_timeline(args)
-        progress(f"wrote {args.timeline}")
-    if args.json:
-        report: dict[str, Any] = {
-            "bits_identical": not names,
-            "differing": names,
-            "fused_s": medians["fused"],
-            "split_s": medians["split"],
-            "ratio": ratio,
-        }
-        if args.plans == "all":
-            report["plans"] = {
-                name: {"median_s": medians[name], "bits_identical": not differing[name]} for name in by_plan
-            }
-        _print_json(report)
-    else:
-        rows = [
-            (name, f"{medians[name]:.4f}", f"{medians[name] / medians['fused']:.2f}", _same(differing[name]))
-            for name in by_plan
-        ]
-        print(format_table(("plan", "median s", "over fused", "bits"), rows))
-        print()
-        print(f"split/fused {ratio:.2f}; bits {_same(names)} over {len(results)} runs")
-    return 0 if not names else 1
-
-
-def _draw_timeline(args: argparse.Namespace) -> None:
-    from mok_modular.testing import run_forward
-    from mok_modular.trace import plot
-
-    traces = {}
-    for mode in ("split", "fused"):
-        workload, group, _ = _set_up(args)
-        run_forward(group, workload, MoKConfig(mode=mode, trace=True))
-        traces[mode] = _trace_of(group)
-    plot(traces, args.timeline)
 
 
 def _stages(args: argparse.Namespace) -> int:
@@ -309,7 +186,7 @@ def _stages(args: argparse.Namespace) -> int:
             }
         )
     if args.json:
-        _print_json({"stages": rows})
+        print_json({"stages": rows})
         return 0
     columns = ("name", "implementation", "code")
     header, *lines = format_table(("stage", *columns[1:]), [[row[key] for key in columns] for row in rows]).splitlines()
@@ -326,9 +203,9 @@ def _replay(args: argparse.Namespace) -> int:
     """One stage alone."""
     from mok_modular.testing import replay_stage
 
-    workload, source = _load_workload(args)
-    progress = _Progress()
-    progress(f"{args.only} alone, {_describe(workload)}")
+    workload, source = load_workload(args, args.tokens)
+    progress = Progress()
+    progress(f"{args.only} alone, {describe(workload)}")
     replay = replay_stage(args.only, workload)
     if args.dump is not None:
         import torch
@@ -338,7 +215,7 @@ def _replay(args: argparse.Namespace) -> int:
         torch.save({"stage": args.only, "routing": source, "results": replay.results}, path)
         progress(f"wrote {path}")
     if args.json:
-        _print_json({**replay.to_json(), "routing": source})
+        print_json({**replay.to_json(), "routing": source})
     else:
         header = ("stage", "rows", "seconds", "values", "other bits", "ratio", "verdict")
         ratio = None if replay.check is None else f"{replay.check.ratio:.3f}"
@@ -361,7 +238,7 @@ def _build(args: argparse.Namespace) -> int:
         else:
             report[target] = [dataclasses.asdict(kernel) for kernel in compile_plans(target, plans, _tell)]
     if args.json:
-        _print_json(report)
+        print_json(report)
         return 0
     for target in targets:
         if target == "host":
@@ -389,7 +266,7 @@ def _doctor(args: argparse.Namespace) -> int:
         raise ValueError(f"--ranks must divide the number of experts, {shape.num_experts}, got {args.ranks}")
     report = examine(shape, args.ranks, args.tokens)
     if args.json:
-        _print_json(report.to_json())
+        print_json(report.to_json())
     else:
         print(format_table(("what", "found"), report.facts.items()))
         print()
@@ -397,106 +274,6 @@ def _doctor(args: argparse.Namespace) -> int:
             print(f"{'BROKEN' if problem.is_broken else 'warning'}: {problem.what}\n  mend: {problem.mend}")
         print("ok" if report.is_ok else "something is broken")
     return 0 if report.is_ok else 1
-
-
-def _set_up(args: argparse.Namespace) -> tuple[Workload, LocalGroup, str]:
-    """Inputs, group and the routing's source.
-
-    Raises ValueError or OSError for options that do not fit, BuildError if the extension does not load.
-    """
-    from mok_modular.calls import check_mxfp8_sizes
-
-    if args.workers is not None and args.workers < 1:
-        raise ValueError(f"--workers must be at least 1, got {args.workers}")
-    workload, source = _load_workload(args)
-    if args.precision == "mxfp8":
-        check_mxfp8_sizes(vars(workload.shape), "cpu")
-    # Last, so that wrong options are told even where the extension does not load.
-    host_build_info()
-    from mok_modular.group import LocalGroup
-
-    group = LocalGroup(
-        workload.num_ranks,
-        device=args.device,
-        order=args.order,
-        seed=args.seed,
-        executor=args.executor,
-        num_workers=args.workers,
-    )
-    if group.device != "cpu":
-        import torch
-
-        if not torch.cuda.is_available():
-            raise ValueError(f"--device {args.device}: torch sees no NVIDIA GPU")
-        workload = workload.to(group.device)
-    return dataclasses.replace(workload, precision=args.precision), group, source
-
-
-def _load_workload(args: argparse.Namespace) -> tuple[Workload, str]:
-    """Inputs by the capture options, and the routing's source. Raises ValueError or OSError for what does not fit."""
-    from mok_modular.routing import load_routing
-    from mok_modular.testing import Workload
-
-    for name, minimum in (("ranks", 1), ("tokens", 0)):
-        value = getattr(args, name)
-        if value is not None and value < minimum:
-            raise ValueError(f"--{name} must be at least {minimum}, got {value}")
-    routing = load_routing(args.routing)
-    _, num_captured_ranks, _, topk = routing.expert_ids.shape
-    if args.shape is None and routing.shape is not None:
-        shape = routing.shape
-    else:
-        shape = parse_shape(args.shape, num_experts=routing.num_experts, topk=topk)
-    num_ranks = num_captured_ranks if args.ranks is None else args.ranks
-    workload = Workload.from_routing(routing, shape, num_ranks=num_ranks, num_tokens=args.tokens, seed=args.seed)
-    return workload, routing.source
-
-
-def parse_shape(text: str | None, *, num_experts: int, topk: int) -> MoEShape:
-    """Reads a preset's name or `H,I,E,K[,S]`; None is the default size with the given E and K.
-
-    Raises ValueError for anything else and for sizes that MoEShape refuses.
-    """
-    if text is None:
-        return MoEShape(
-            "default",
-            DEFAULT_HIDDEN_SIZE,
-            DEFAULT_INTERMEDIATE_SIZE,
-            num_experts,
-            topk,
-            DEFAULT_SHARED_INTERMEDIATE_SIZE,
-        )
-    if text in PRESETS:
-        return PRESETS[text]
-    parts = text.split(",")
-    try:
-        sizes = [int(part) for part in parts]
-    except ValueError:
-        sizes = []
-    if len(sizes) not in (4, 5):
-        raise ValueError(f"--shape must be H,I,E,K[,S] or one of {', '.join(PRESETS)}, got {text!r}")
-    return MoEShape(text, *sizes)
-
-
-class _Progress:
-    """Lines on stderr, each with the seconds since the first."""
-
-    def __init__(self) -> None:
-        self._start_s = time.perf_counter()
-
-    def __call__(self, text: str) -> None:
-        print(f"[{time.perf_counter() - self._start_s:6.2f} s] {text}", file=sys.stderr, flush=True)
-
-
-def _describe(workload: Workload) -> str:
-    shape = workload.shape
-    tokens = sorted({len(x) for x in workload.x})
-    ranks = f"{workload.num_ranks} rank{'s' if workload.num_ranks > 1 else ''}"
-    return (
-        f"{ranks} x {'-'.join(map(str, tokens))} tokens, "
-        f"H {shape.hidden_size}, I {shape.intermediate_size}, E {shape.num_experts}, K {shape.topk}, "
-        f"S {shape.shared_intermediate_size}, {workload.precision}"
-    )
 
 
 def _stage_table(stages: Sequence[StageStats]) -> str:
@@ -531,23 +308,6 @@ def _check_table(checks: dict[str, TensorCheck]) -> str:
     return format_table(("check", "error", "torch error", "ratio", "verdict"), rows)
 
 
-def _differing(first: PassesResult, others: Sequence[PassesResult]) -> set[str]:
-    """Names of the tensors whose bits are not those of `first`."""
-    import torch
-
-    return {
-        name
-        for other in others
-        for name, parts in first.tensors.items()
-        for a, b in zip(parts, other.tensors[name], strict=True)
-        if not torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-    }
-
-
-def _same(differing: Sequence[str] | set[str]) -> str:
-    return "identical" if not differing else "DIFFER: " + ", ".join(sorted(differing))
-
-
 def _first_sentence(text: str) -> str:
     return " ".join(text.split("\n\n")[0].replace("``", "`").split())
 
@@ -565,21 +325,6 @@ def _source_folder() -> Path:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    """One JSON object; numbers that JSON lacks (NaN, infinities) become null."""
-    print(json.dumps(_finite(value), allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 if __name__ == "__main__":

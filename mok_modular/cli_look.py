@@ -1,4 +1,4 @@
-"""Commands that look inside: `explore`, `explain`, `sweep`, and `stages --only`."""
+"""Commands that look inside: `explore`, `explain`, and `stages --only`."""
 
 from __future__ import annotations
 
@@ -32,20 +32,7 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
     explain.add_argument("--mode", default="split", help="fused, split or a plan string (default: split)")
     explain.add_argument("--tokens", type=int, default=16, help="tokens of each rank (default: 16)")
     explain.set_defaults(command=_explain)
-
-    sweep = commands.add_parser("sweep", help="one forward over a grid of choices: bytes, logical steps, idle waits")
-    sweep.add_argument(
-        "--over",
-        action="append",
-        default=[],
-        metavar="AXIS=V,V",
-        help="plan, minibatch, macrobatch, grain, direction, ring, workers or imbalance; several make a grid "
-        "(default: plan=fused,split); plans are joined by ';'",
-    )
-    sweep.add_argument("--tokens", type=int, default=64, help="tokens of each rank (default: 64)")
-    sweep.add_argument("--png", type=Path, metavar="FILE", help="draw work, wait and idle (needs matplotlib)")
-    sweep.set_defaults(command=_sweep)
-    return [explore, explain, sweep]
+    return [explore, explain]
 
 
 def add_stage_options(stages: argparse.ArgumentParser) -> None:
@@ -105,30 +92,6 @@ def _explain(args: argparse.Namespace) -> int:
     print(f"{len(walk.steps)} steps of a forward of 2 ranks, mode {args.mode}; logical time in brackets\n{HELP}")
     for line in converse(walk, sys.stdin):
         print(line, flush=True)
-    return 0
-
-
-def _sweep(args: argparse.Namespace) -> int:
-    from mok_modular.sweep import AXES, plot, sweep
-
-    axes: dict[str, list[Any]] = {}
-    for text in args.over or ["plan=fused,split"]:
-        name, is_pair, values = text.partition("=")
-        if not is_pair or name not in AXES:
-            raise ValueError(f"--over takes AXIS=V,V with AXIS one of {', '.join(AXES)}; got {text!r}")
-        separator = ";" if name == "plan" and ";" in values else ","
-        try:
-            axes[name] = [AXES[name](value) for value in values.split(separator)]
-        except ValueError:
-            raise ValueError(f"--over {name} takes numbers, got {values!r}") from None
-    rows = sweep(_workload(args.tokens, 4), axes)
-    if args.png is not None:
-        plot(rows, list(axes), args.png)
-    if args.json:
-        print(json.dumps({"ok": True, "rows": rows}))
-        return 0
-    print(format_table(list(rows[0]), [list(row.values()) for row in rows]))
-    print("steps: logical time of the forward; work, wait, idle: worker steps, summed over workers")
     return 0
 
 

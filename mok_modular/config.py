@@ -31,8 +31,9 @@ class MoKConfig:
     schedule_capacity_multiplier: rows that a rank can receive, as a multiple of its share under even routing;
         None is the worst case, which cannot overflow.
     all_gather_top_experts_chunk_bytes: accepted for call compatibility, unused.
-    dispatch: `pull` (the expert's rank reads) or `push`. combine: `push` (the expert's rank writes) or
-        `pull`. Push dispatch and pull combine need a ring that holds all rows.
+    dispatch: `pull` (the expert's rank reads, a row for every route), `pull_once` (a token that several experts of a
+        rank want crosses the link once and is copied there; BF16) or `push`. combine: `push` (the expert's rank writes)
+        or `pull`. All but pull dispatch and push combine need a ring that holds all rows.
     wire: how tokens and their gradients travel in MXFP8 layers, `bf16` or `mxfp8` (quantized once, at the source; half
         the bytes). The same bits; BF16 layers take `bf16` only, and so does push dispatch, which writes BF16 rings.
     signal_grain: what one signal stands for, `row_block` or `minibatch`.
@@ -73,9 +74,11 @@ class MoKConfig:
 
     def __post_init__(self) -> None:
         self._check_mode()
-        _check_choice("dispatch", self.dispatch, ("pull", "push"))
+        _check_choice("dispatch", self.dispatch, ("pull", "pull_once", "push"))
         _check_choice("combine", self.combine, ("push", "pull"))
         _check_choice("wire", self.wire, ("bf16", "mxfp8"))
+        if self.wire == "mxfp8" and self.dispatch == "pull_once":
+            raise ValueError("dispatch='pull_once' is for BF16 layers: wire must be 'bf16', got 'mxfp8'")
         if self.wire == "mxfp8" and self.dispatch == "push":
             raise ValueError("wire='mxfp8' needs dispatch='pull': a pusher writes the owner's ring, which holds BF16")
         _check_choice("signal_grain", self.signal_grain, ("row_block", "minibatch"))

@@ -71,6 +71,7 @@ class Setup:
     workers: str = "one"
     is_push_dispatch: bool = False
     is_pull_combine: bool = False
+    is_pull_once: bool = False
     is_mxfp8: bool = False
     is_zero_copy: bool = False
     fault: str = ""
@@ -91,6 +92,7 @@ class Setup:
         return [
             ("push dispatch", self.is_push_dispatch),
             ("pull combine", self.is_pull_combine),
+            ("pull once", self.is_pull_once),
             ("MXFP8", self.is_mxfp8),
             ("zero-copy input", self.is_zero_copy),
             (f"planted: {self.fault}", bool(self.fault)),
@@ -140,6 +142,7 @@ def search(setup: Setup, *, is_reduced: bool = True, max_states: int = MAX_STATE
         setup.workers,
         setup.is_push_dispatch,
         setup.is_pull_combine,
+        setup.is_pull_once,
         setup.is_mxfp8,
         setup.is_zero_copy,
         setup.fault,
@@ -161,7 +164,7 @@ def search(setup: Setup, *, is_reduced: bool = True, max_states: int = MAX_STATE
 
 def setups(sequence: str, plans: Sequence[Plan] | None = None) -> Iterator[Setup]:
     """All setups of a sequence: R = 2 with at most one expired wait, R = 3 without, in every plan; forwards also with
-    push dispatch and pull combine, recomputations also with zero-copy input."""
+    push dispatch, pull combine and pull once, recomputations also with zero-copy input."""
     for plan in plans if plans is not None else all_plans():
         for num_ranks, layouts in LAYOUTS.items():
             all_workers = ("one", "streams") if num_ranks == 2 else ("one", "streams", "tasks")
@@ -177,6 +180,9 @@ def setups(sequence: str, plans: Sequence[Plan] | None = None) -> Iterator[Setup
                 for push, pull in ((True, False), (False, True), (True, True)):
                     layout = _FULL_RING[num_ranks][1]
                     yield Setup(sequence, str(plan), layout, "streams", push, pull)
+            if "F" in sequence and "B" not in sequence and "R" not in sequence:
+                for workers in ("one", "streams", "tasks") if num_ranks == 2 else ("one",):
+                    yield Setup(sequence, str(plan), _FULL_RING[num_ranks][0], workers, is_pull_once=True)
 
 
 def explore(
@@ -221,5 +227,8 @@ PLANTED: dict[str, Setup] = {
     "lost_signal": Setup("F", "split", SMALL, "one", fault="lost_signal"),
     "push_without_entered": Setup("CF", "fused", SMALL, "tasks", is_push_dispatch=True, fault="push_without_entered"),
     "counts_of_another_plan": Setup("F", "fused", SMALL, "tasks", fault="counts_of_another_plan"),
+    "copies_without_x_ready": Setup(
+        "F", "fused", _FULL_RING[2][1], "tasks", is_pull_once=True, fault="copies_without_x_ready"
+    ),
 }
 """For each hole that a protocol like this can have, a setup in which it must be found."""

@@ -15,6 +15,7 @@ outputs and gradients are NaN and the workspace needs reset().
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ def build_schedule(
         call, sizes = remember(workspace, key, checked)
         ids = top_experts.to(torch.int32)
         schedule = empty_schedule(sizes, ids.device)
-        places = key and (key, ids.data_ptr(), schedule.peer_rank.data_ptr())
+        places = key and (key, ids.data_ptr(), *(tensor.data_ptr() for tensor in schedule_fields(schedule)))
         return with_tensors(call, workspace, schedule, {"top_experts": ids}, places), schedule
 
     schedule: MoKSchedule = make_collective(workspace, "build_schedule", config, prepare)
@@ -157,7 +158,8 @@ def forward(
             sizes = check_layer(workspace, config, schedule, x, router_weights, unpacked, swiglu_limit, is_mxfp8)
             limit = None if swiglu_limit is None else float(swiglu_limit)
             call = layer_call("forward", workspace, config, schedule, sizes, {}, len(x), limit, is_mxfp8)
-            return call, empty_context(x, 0, *sizes[1:])
+            # What is remembered must hold no tensor: a schedule that lives on makes the next one lie elsewhere.
+            return replace(call, schedule={}), empty_context(x, 0, *sizes[1:])
 
         # A new schedule's tensors are where the last one's were, as a rule: then nothing is checked or packed again.
         given = (x, router_weights, *unpacked.values(), *schedule_fields(schedule))

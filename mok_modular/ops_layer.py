@@ -106,7 +106,7 @@ def state_of(handle: Tensor) -> LayerState:
 
 # ---- build_schedule ----
 
-Schedule = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Schedule = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @torch.library.custom_op("mok_modular::build_schedule", mutates_args=())

@@ -42,6 +42,8 @@ CASES: dict[str, dict[str, Any]] = {str(plan): {"mode": str(plan), **RING} for p
 CASES |= {
     "grain": {"mode": "fused", **RING, "signal_grain": "minibatch"},
     "serial": {"mode": "fused", **RING, "ring": "serial"},
+    "pull once": {"mode": "split", **FULL, "dispatch": "pull_once"},
+    "fused pull once": {"mode": "fused", **FULL, "dispatch": "pull_once"},
     "push": {"mode": "split", **FULL, "dispatch": "push"},
     "push and pull": {"mode": "split", **FULL, "dispatch": "push", "combine": "pull"},
     "fused push and pull": {"mode": "fused", **FULL, "dispatch": "push", "combine": "pull"},

@@ -25,7 +25,7 @@ std::vector<std::string> names_of(StageSet set) {
 nb::dict explore(const std::string& sequence, const std::vector<unsigned>& groups, int ring_blocks,
                  const std::vector<std::vector<int>>& experts,
                  const std::vector<std::vector<std::vector<int>>>& sources, const std::string& workers,
-                 bool is_push_dispatch, bool is_pull_combine, bool is_mxfp8, bool is_zero_copy,
+                 bool is_push_dispatch, bool is_pull_combine, bool is_pull_once, bool is_mxfp8, bool is_zero_copy,
                  const std::string& fault, bool is_expiry_allowed, bool is_reduced, long long max_states) {
   explore::Setup setup;
   setup.sequence = sequence;
@@ -39,6 +39,7 @@ nb::dict explore(const std::string& sequence, const std::vector<unsigned>& group
                                          : explore::Workers::tasks;
   setup.is_push_dispatch = is_push_dispatch;
   setup.is_pull_combine = is_pull_combine;
+  setup.is_pull_once = is_pull_once;
   setup.is_mxfp8 = is_mxfp8;
   setup.is_zero_copy = is_zero_copy;
   setup.fault = fault;
@@ -75,7 +76,7 @@ nb::dict explore(const std::string& sequence, const std::vector<unsigned>& group
 
 void bind_explore(nb::module_& m) {
   m.def("explore", &explore, "sequence"_a, "groups"_a, "ring_blocks"_a, "experts"_a, "sources"_a, "workers"_a,
-        "is_push_dispatch"_a, "is_pull_combine"_a, "is_mxfp8"_a, "is_zero_copy"_a, "fault"_a, "is_expiry_allowed"_a,
+        "is_push_dispatch"_a, "is_pull_combine"_a, "is_pull_once"_a, "is_mxfp8"_a, "is_zero_copy"_a, "fault"_a, "is_expiry_allowed"_a,
         "is_reduced"_a, "max_states"_a);
   m.def("protocol_faults", &explore::fault_names);
   m.def(

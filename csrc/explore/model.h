@@ -78,6 +78,7 @@ struct Setup {
   std::vector<std::vector<std::vector<int>>> sources;  // [rank][block]: ranks that its rows come from
   Workers workers = Workers::one;
   bool is_push_dispatch = false, is_pull_combine = false;
+  bool is_pull_once = false;       // a source's row is copied from its first row block here
   bool is_mxfp8 = false;           // operands of weight gradients are quantized, in place
   bool is_zero_copy = false;       // the caller writes the published input itself, between calls
   std::string fault;               // empty: the protocol as it is

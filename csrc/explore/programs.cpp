@@ -30,7 +30,8 @@ std::vector<std::string> fault_names() {
           "writes_after_false_wait",
           "lost_signal",
           "push_without_entered",
-          "counts_of_another_plan"};
+          "counts_of_another_plan",
+          "copies_without_x_ready"};
 }
 
 namespace {
@@ -242,10 +243,24 @@ class Builder {
     begin(Stage::dispatch, at(is_replay ? "replayed dispatch" : "dispatch", block));
     if (!(is_replay && fault("replay_does_not_wait")) && !is_recomputing_) wait_slot_free(block, is_replay);
     for (const int src : sources(rank_, block)) wait_rank(Edge::input_ready, src, epoch_);
-    for (const int src : sources(rank_, block)) read(of("x", src), version());
+    for (const int src : sources(rank_, block)) {
+      const int first = first_block_of(src);
+      if (!setup_.is_pull_once || src == rank_ || first == block) {
+        read(of("x", src), version());
+        continue;
+      }
+      if (!fault("copies_without_x_ready")) wait(Edge::x_ready, first, 1);
+      read(kept("x", first, context), version(first));
+    }
     write(kept("x", block, context), version(block));
     signal(Edge::x_ready, block);
     return end();
+  }
+  // The first row block of this rank with rows of a source.
+  int first_block_of(int src) const {
+    for (int block = 0;; ++block)
+      for (const int other : sources(rank_, block))
+        if (other == src) return block;
   }
   // All routes of this rank into one block of another.
   SkeletonTask push_dispatch(int owner, int block) {

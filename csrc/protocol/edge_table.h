@@ -30,7 +30,7 @@ constexpr EdgeRow kEdgeTable[] = {
     {Edge::x_arrived, stages(Stage::dispatch), stages(Stage::gate_up)},
     {Edge::y_arrived, stages(Stage::down), stages(Stage::combine)},
     // inside a rank
-    {Edge::x_ready, stages(Stage::dispatch), stages(Stage::gate_up)},
+    {Edge::x_ready, stages(Stage::dispatch), stages(Stage::dispatch, Stage::gate_up)},
     {Edge::gate_up_ready, stages(Stage::gate_up), stages(Stage::swiglu, Stage::swiglu_backward, Stage::down_dgrad)},
     {Edge::hidden_ready, stages(Stage::gate_up, Stage::swiglu), stages(Stage::down)},
     {Edge::y_ready, stages(Stage::down), stages(Stage::combine)},

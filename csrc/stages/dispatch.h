@@ -2,6 +2,9 @@
 //
 // Pull (the default): the rank that owns the expert reads each row from the source's published x into
 // its own ring slot. Nobody coordinates destinations, and a hot rank spreads its reads over all links.
+// Pull once (an option, BF16): a token that several experts of a rank want crosses the link once, for the first of its rows
+// there; the others are copied from that one, as soon as its block is complete. Rows are dispatched in their order, so
+// that a task waits for lower tasks only; the ring must hold all rows, so that the first one is still there.
 // Push (an ablation): the source writes its rows into the owners' rings; it must know that the owner
 // has entered the call, and the ring must hold all rows.
 #pragma once
@@ -22,6 +25,18 @@ MOK_DEVICE bool wait_row_sources(const Call& call, const Task& task, Signals<Wor
   return true;
 }
 
+// Pull once: the row from which `row` is copied inside this rank; negative: it comes from its source. Never one that the
+// same signal announces (a token may name an expert twice): its wait would be for itself.
+MOK_DEVICE int32 row_here(const Call& call, int32 row) {
+  const Shape& s = call.shape;
+  const int32 src_rank = call.schedule.peer_rank[row];
+  if (!s.is_pull_once || src_rank < 0 || src_rank == call.rank) return -1;
+  const int32 first =
+      call.schedule.token_row[int64{src_rank} * s.max_tokens + call.schedule.peer_token_idx[row] / s.topk];
+  const int32 rows = s.is_minibatch_grain ? s.minibatch : s.row_block();
+  return first / rows < row / rows ? first : -1;
+}
+
 struct DispatchPull {
   static constexpr Stage kStage = Stage::dispatch;
   static constexpr bool kIsCopyOnly = !MOK_MXFP8;
@@ -29,14 +44,21 @@ struct DispatchPull {
   template <class Worker>
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
     const Call& call = args.call;
-    return wait_slot_free(call, task.block, signals) && wait_row_sources(call, task, signals);
+    return wait_slot_free(call, task.block, signals) && wait_row_sources(call, task, signals) &&
+           (!call.shape.is_pull_once || wait_rows_here(call, task, signals));
   }
 
   template <class Worker>
   MOK_DEVICE static void tile(const Args& args, Worker& worker, const Task& task) {
     const Call& call = args.call;
-    pull_token_rows(call, worker, task, call.shape.is_mxfp8_wire() ? Region::x_quantized : Region::x,
-                    [&](int32 i) { return x_row(call, task.block, task.part * kCopyRows + i); });
+    const int32 row_block = call.shape.row_block();
+    pull_token_rows(
+        call, worker, task, call.shape.is_mxfp8_wire() ? Region::x_quantized : Region::x,
+        [&](int32 i) { return x_row(call, task.block, task.part * kCopyRows + i); },
+        [&](int32 row) -> const bf16* {
+          const int32 from = row_here(call, row);
+          return from < 0 ? nullptr : x_row(call, from / row_block, from % row_block);
+        });
   }
 
   template <class Worker>
@@ -47,6 +69,22 @@ struct DispatchPull {
   MOK_DEVICE static Cost cost(const Call& call, const Task& task) {
     const int64 rows = num_valid_rows(call, task.block, task.part * kCopyRows, kCopyRows);
     return Cost{rows, token_rows_bytes(call, rows), 0};
+  }
+
+ private:
+  // Neighbours mostly come from one block.
+  template <class Worker>
+  MOK_DEVICE static bool wait_rows_here(const Call& call, const Task& task, Signals<Worker>& signals) {
+    const int32 first = task.block * call.shape.row_block() + task.part * kCopyRows;
+    int32 seen = -1;
+    for (int32 i = 0; i < kCopyRows; ++i) {
+      const int32 from = row_here(call, first + i);
+      if (from < 0 || from / call.shape.row_block() == seen) continue;
+      seen = from / call.shape.row_block();
+      const Grain grain = signal_grain(Edge::x_ready, call, seen);
+      if (!signals.wait_local(Edge::x_ready, grain.index, grain.want)) return false;
+    }
+    return true;
   }
 };
 

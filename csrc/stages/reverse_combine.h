@@ -22,8 +22,9 @@ struct ReverseCombine {
     const Call& call = args.call;
     const int32 first_in_block = task.part * kCopyRows;
     const int64 first = int64{task.block} * call.shape.row_block() + first_in_block;
-    pull_token_rows(call, worker, task, Region::d_output,
-                    [&](int32 i) { return d_y_row(call, task.block, first_in_block + i); });
+    pull_token_rows(
+        call, worker, task, Region::d_output, [&](int32 i) { return d_y_row(call, task.block, first_in_block + i); },
+        [](int32) -> const bf16* { return nullptr; });
     float* weights = row_weight(call, task.block, first_in_block);
     worker.for_each(kCopyRows, [&](int32 i) {
       const int32 src_rank = call.schedule.peer_rank[first + i];

@@ -292,8 +292,20 @@ struct ScheduleStage {
       if (owner == call.rank && num_rows(call) > 0) {
         call.schedule.peer_rank[row] = task.src_rank;
         call.schedule.peer_token_idx[row] = idx;
+        if (s.is_pull_once && is_first_here(call, ids_at(args, call.rank, task.src_rank), expert, idx))
+          call.schedule.token_row[int64{task.src_rank} * s.max_tokens + idx / s.topk] = row;
       }
     });
+  }
+
+  // Of a token's routes to experts of this rank, the one with the first row: rows are sorted by expert, then by route.
+  MOK_DEVICE static bool is_first_here(const Call& call, const int32* ids, int32 expert, int32 idx) {
+    const int32 topk = call.shape.topk, first = idx / topk * topk;
+    const int32 first_expert = call.rank * call.shape.num_local_experts;
+    bool is_first = true;
+    for (int32 other = first; other < first + topk; ++other)
+      is_first &= ids[other] < first_expert || ids[other] > expert || (ids[other] == expert && other >= idx);
+    return is_first;
   }
 
   // First row of an expert on its owner.

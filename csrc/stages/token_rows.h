@@ -68,14 +68,17 @@ MOK_DEVICE void bring_rows(const Call& call, Worker& worker, int32 count, Dst&& 
   });
 }
 
-// The rows of a copy task to dst(i), each from its token's row of a region of its source; padding: zeros.
-template <class Worker, class Dst>
-MOK_DEVICE void pull_token_rows(const Call& call, Worker& worker, const Task& task, Region region, Dst&& dst) {
-  const int64 first = int64{task.block} * call.shape.row_block() + task.part * kCopyRows;
+// The rows of a copy task to dst(i), each from its token's row of a region of its source; padding: zeros. `here(row)`:
+// where this rank has the row already, or null.
+template <class Worker, class Dst, class Here>
+MOK_DEVICE void pull_token_rows(const Call& call, Worker& worker, const Task& task, Region region, Dst&& dst,
+                                Here&& here) {
+  const int32 first = task.block * call.shape.row_block() + task.part * kCopyRows;
   const int64 pitch = call.shape.token_row_bytes();
   const auto source = [&](int32 i) -> const char* {
     const int32 src_rank = call.schedule.peer_rank[first + i];
     if (src_rank < 0) return nullptr;
+    if (const bf16* row = here(first + i)) return reinterpret_cast<const char*>(row);
     return call.peer<char>(region, src_rank) + call.schedule.peer_token_idx[first + i] / call.shape.topk * pitch;
   };
   if (!call.shape.is_mxfp8_wire())

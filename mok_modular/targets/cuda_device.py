@@ -15,18 +15,32 @@ from mok_modular.plan import group_mask
 
 ARCH = "sm_90a"
 DEFINE = "MOK_TARGET_SM90"
-COPY_THREADS, COPY_CTAS_PER_SM = 256, 3  # kThreads and kCtasPerSm of csrc/targets/cuda/worker.h
-COPY_RING_BYTES = 65792
-"""Dynamic shared memory of a CTA that copies rows: sizeof(CopyRing) of csrc/targets/cuda/worker.h, asserted there."""
+SM_WARPS, CTA_WARPS, LINK_WARPS = 24, 8, 2
+"""Warps of copy and element kernels: an SM's, a CTA's, and a CTA's where it pulls rows over links. A link's latency is
+hidden by other tasks: there more and smaller CTAs are faster; where all rows are local, slower (docs/hopper.md)."""
 GEMM_THREADS = 384
 GEMM_SMEM_BYTES = 231424
 """Dynamic shared memory of a GEMM CTA: at least sizeof(Shared) of csrc/targets/sm90/shared.h."""
 
 COPYING = frozenset({"publish", "dispatch", "combine"})
-COPY_KERNELS = {
-    name: nvrtc.Kernel(f"split/{name}.cu", (f"mok_{name}",), (f"MOK_COPY_RING_BYTES={COPY_RING_BYTES}",))
-    for name in ("schedule", "publish", "dispatch", "swiglu", "combine", "reduce")
-}
+
+
+def copy_ring_bytes(num_warps: int) -> int:
+    """Dynamic shared memory of a CTA that copies: sizeof(CopyRing) of csrc/targets/cuda/worker.h, asserted there."""
+    return -(-num_warps * (4 * 2048 + 4 * 8) // 128) * 128
+
+
+def copy_kernel(name: str, num_warps: int = CTA_WARPS) -> nvrtc.Kernel:
+    """A kernel of one copy or element stage, with CTAs of so many warps."""
+    defines = [f"MOK_CTA_WARPS={num_warps}"]
+    if name in COPYING:
+        defines.append(f"MOK_COPY_RING_BYTES={copy_ring_bytes(num_warps)}")
+    return nvrtc.Kernel(f"split/{name}.cu", (f"mok_{name}",), tuple(defines))
+
+
+COPY_KERNELS = {name: copy_kernel(name) for name in ("schedule", "publish", "dispatch", "swiglu", "combine", "reduce")}
+LINK_KERNELS = {"dispatch": copy_kernel("dispatch", LINK_WARPS)}
+"""In place of those of the same name where ranks have GPUs of their own."""
 GEMM_KERNEL = nvrtc.Kernel(
     "split/grouped_gemm.cu",
     ("mok_gate_up", "mok_down", "mok_shared_gate_up", "mok_shared_down"),
@@ -124,15 +138,17 @@ class Device:
 def load_kernel(kernel: nvrtc.Kernel, cubin: nvrtc.Cubin) -> tuple[dict[str, Function], Any]:
     """Loads compiled code into the current context: its functions by name, and the CUmodule."""
     is_gemm = any(define.startswith("MOK_GEMM_SMEM_BYTES") for define in kernel.defines)
+    sizes = [int(define.split("=")[1]) for define in kernel.defines if define.startswith("MOK_CTA_WARPS=")]
+    num_warps = sizes[0] if sizes else CTA_WARPS
     functions = {}
     module = check(driver().cuModuleLoadData(cubin.data))
     attributes = driver().CUfunction_attribute
     for entry in kernel.entries:
         name = entry.removeprefix("mok_")
         handle = check(driver().cuModuleGetFunction(module, entry.encode()))
-        num_smem_bytes = (
-            GEMM_SMEM_BYTES + 1024 if is_gemm else COPY_RING_BYTES if name in COPYING else 0
-        )  # GEMM: aligned
+        num_smem_bytes = copy_ring_bytes(num_warps) if name in COPYING else 0
+        if is_gemm:
+            num_smem_bytes = GEMM_SMEM_BYTES + 1024  # to be aligned
         if num_smem_bytes:
             check(
                 driver().cuFuncSetAttribute(
@@ -142,13 +158,8 @@ def load_kernel(kernel: nvrtc.Kernel, cubin: nvrtc.Cubin) -> tuple[dict[str, Fun
             check(
                 driver().cuFuncSetAttribute(handle, attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
             )
-        functions[name] = Function(
-            handle,
-            GEMM_THREADS if is_gemm else COPY_THREADS,
-            num_smem_bytes,
-            1 if is_gemm else COPY_CTAS_PER_SM,
-            is_gemm,
-        )
+        num_threads, ctas_per_sm = (GEMM_THREADS, 1) if is_gemm else (32 * num_warps, SM_WARPS // num_warps)
+        functions[name] = Function(handle, num_threads, num_smem_bytes, ctas_per_sm, is_gemm)
     return functions, module
 
 

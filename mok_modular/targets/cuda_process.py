@@ -74,14 +74,15 @@ class ProcessWorkspace(cuda.CudaWorkspace):
         return max(len(ranks) for ranks in shared.values())
 
     def _load(self, signals: str) -> dict[str, cuda_device.Function]:
-        """The kernels of this workspace: the device's; where asked for, others in place of those without products."""
+        """The kernels of this workspace: the device's, but for what links want otherwise; with `nvshmem` signals others
+        in place of those without products."""
         functions = dict(self.device.functions)
         if signals == "direct":
-            functions |= cuda_device.load_kernel(
-                HANDSHAKE, nvrtc.compile_kernel(cuda_device.ARCH, HANDSHAKE, cuda_device.DEFINE)
-            )[0]
+            for kernel in (*cuda_device.LINK_KERNELS.values(), HANDSHAKE):
+                cubin = nvrtc.compile_kernel(cuda_device.ARCH, kernel, cuda_device.DEFINE)
+                functions |= cuda_device.load_kernel(kernel, cubin)[0]
             return functions
-        for kernel in (*cuda_device.COPY_KERNELS.values(), HANDSHAKE):
+        for kernel in (*(cuda_device.COPY_KERNELS | cuda_device.LINK_KERNELS).values(), HANDSHAKE):
             cubin = device_library.compile_kernel(cuda_device.ARCH, kernel, cuda_device.DEFINE)
             loaded, module = cuda_device.load_kernel(kernel, cubin)
             self.runtime.init_module(int(module))

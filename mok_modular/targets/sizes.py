@@ -67,6 +67,7 @@ class Sizes:
         shape.capacity_rows = capacity_rows
         shape.ring_rows = min(config.macrobatch_size, capacity_rows)
         shape.is_push_dispatch = config.dispatch == "push"
+        shape.is_pull_once = config.dispatch == "pull_once"
         shape.is_pull_combine = config.combine == "pull"
         shape.is_minibatch_grain = config.signal_grain == "minibatch"
         shape.is_serial_ring = config.ring == "serial"

@@ -45,14 +45,19 @@ class Weights:
     shared_down: Tensor | None = None
 
     @classmethod
-    def random(cls, shape: MoEShape, seed: int) -> Weights:
-        """Normal weights, scaled so that gate, up and down have outputs of about unit size."""
-        hidden, inter = shape.hidden_size, shape.intermediate_size
-        experts = [_expert(hidden, inter, seed, 1 + e) for e in range(shape.num_experts)]
-        gate, up, down = (torch.stack(parts) for parts in zip(*experts, strict=True))
+    def random(cls, shape: MoEShape, seed: int, device: torch.device | str = "cpu") -> Weights:
+        """Normal weights, scaled so that gate, up and down have outputs of about unit size. Made where they are to
+        stand: other values on a GPU than on the CPU."""
+        hidden, inter, num_experts = shape.hidden_size, shape.intermediate_size, shape.num_experts
+        sizes = ((inter, hidden), (inter, hidden), (hidden, inter))
+        routed = [torch.empty(num_experts, *size, dtype=torch.bfloat16, device=device) for size in sizes]
+        for e in range(num_experts):  # one after the other: a layer's are tens of gigabytes
+            for whole, part in zip(routed, _expert(hidden, inter, seed, 1 + e, device), strict=True):
+                whole[e] = part
         if not shape.shared_intermediate_size:
-            return cls(gate, up, down)
-        return cls(gate, up, down, *_expert(hidden, shape.shared_intermediate_size, seed, 0))
+            return cls(*routed)
+        gate, up, down = routed
+        return cls(gate, up, down, *_expert(hidden, shape.shared_intermediate_size, seed, 0, device))
 
     def of_rank(self, rank: int, num_ranks: int) -> Weights:
         """The same with only the experts of `rank`."""
@@ -98,7 +103,8 @@ class Workload:
         seed: int = 0,
         swiglu_limit: float | None = None,
     ) -> Workload:
-        """Random x and weights for given choices of every rank, and random router weights if none given.
+        """Random x and weights for given choices of every rank, on their device, and random router weights if none
+        given.
 
         Raises ValueError if E is not divisible by the number of ranks, or an id tensor is not [T, K].
         """
@@ -107,21 +113,35 @@ class Workload:
                 f"num_experts must be divisible by the number of ranks, got {shape.num_experts} experts and "
                 f"{len(expert_ids)} ranks"
             )
-        xs, weights = [], []
+        xs, weights, device = [], [], expert_ids[0].device
         for rank, ids in enumerate(expert_ids):
             if ids.dim() != 2 or ids.shape[1] != shape.topk:
                 raise ValueError(f"expert_ids of rank {rank} must be [T, {shape.topk}], got {list(ids.shape)}")
-            generator = _generator(seed, 1_000_000 + rank)
-            xs.append(torch.randn(len(ids), shape.hidden_size, generator=generator).bfloat16())
-            weights.append(torch.rand(ids.shape, generator=generator))
+            generator = _generator(seed, 1_000_000 + rank, device)
+            xs.append(torch.randn(len(ids), shape.hidden_size, generator=generator, device=device).bfloat16())
+            weights.append(torch.rand(ids.shape, generator=generator, device=device))
         return cls(
             shape,
             xs,
             list(expert_ids),
             weights if router_weights is None else list(router_weights),
-            Weights.random(shape, seed),
+            Weights.random(shape, seed, device),
             swiglu_limit,
         )
+
+    @classmethod
+    def random(
+        cls, shape: MoEShape, *, num_ranks: int, num_tokens: int, seed: int = 0, device: torch.device | str = "cpu"
+    ) -> Workload:
+        """Every token chooses K different experts, all alike; made on `device`. Raises ValueError for K above E."""
+        if shape.topk > shape.num_experts:
+            raise ValueError(f"topk must be at most num_experts, got {shape.topk} and {shape.num_experts}")
+        ids = []
+        for rank in range(num_ranks):
+            generator = _generator(seed, 1_500_000 + rank, device)
+            chances = torch.rand(num_tokens, shape.num_experts, generator=generator, device=device)
+            ids.append(chances.topk(shape.topk, dim=1).indices.int())
+        return cls.from_ids(shape, ids, seed=seed)
 
     @classmethod
     def from_routing(
@@ -581,14 +601,18 @@ def _quotient(a: float, b: float) -> float:
     return a / b
 
 
-def _generator(seed: int, stream: int) -> torch.Generator:
+def _generator(seed: int, stream: int, device: torch.device | str = "cpu") -> torch.Generator:
     # Any two (seed, stream) pairs of practical size give different seeds.
-    return torch.Generator().manual_seed(seed * 2_000_003 + stream)
+    return torch.Generator(device).manual_seed(seed * 2_000_003 + stream)
 
 
-def _expert(hidden_size: int, width: int, seed: int, stream: int) -> tuple[Tensor, Tensor, Tensor]:
+def _expert(
+    hidden_size: int, width: int, seed: int, stream: int, device: torch.device | str
+) -> tuple[Tensor, Tensor, Tensor]:
     """gate [width, H], up [width, H], down [H, width] in bfloat16."""
-    generator = _generator(seed, stream)
-    gate, up = ((torch.randn(width, hidden_size, generator=generator) * hidden_size**-0.5).bfloat16() for _ in range(2))
-    down = (torch.randn(hidden_size, width, generator=generator) * width**-0.5).bfloat16()
-    return gate, up, down
+    generator = _generator(seed, stream, device)
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        return (torch.randn(rows, columns, generator=generator, device=device) * columns**-0.5).bfloat16()
+
+    return matrix(width, hidden_size), matrix(width, hidden_size), matrix(hidden_size, width)

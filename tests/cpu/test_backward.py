@@ -222,6 +222,7 @@ ABLATIONS: list[dict[str, Any]] = [
     {**SMALL_RING, "fwd_num_comm_sms": 3, "bwd_num_comm_sms": 7},
     {**SMALL_RING, "schedule_capacity_multiplier": 4.0},
     {**FULL_RING, "dispatch": "push"},
+    {**FULL_RING, "dispatch": "pull_once"},
     {**FULL_RING, "combine": "pull"},
     {**FULL_RING, "dispatch": "push", "combine": "pull", "signal_grain": "minibatch"},
     {**FULL_RING, "dispatch": "push", "combine": "pull", "row_block": 256, "ring": "serial"},

@@ -81,6 +81,9 @@ ABLATIONS: list[dict[str, Any]] = [
     {**SMALL_RING, "fwd_num_comm_sms": 7},
     {**SMALL_RING, "schedule_capacity_multiplier": 4.0},
     {**FULL_RING, "dispatch": "push"},
+    {**FULL_RING, "dispatch": "pull_once"},
+    {**FULL_RING, "dispatch": "pull_once", "signal_grain": "minibatch"},
+    {**FULL_RING, "dispatch": "pull_once", "combine": "pull", "row_block": 256},
     {**FULL_RING, "combine": "pull"},
     {**FULL_RING, "dispatch": "push", "combine": "pull"},
     {**FULL_RING, "dispatch": "push", "combine": "pull", "signal_grain": "minibatch"},
@@ -146,7 +149,7 @@ def problems(draw: st.DrawFn) -> tuple[Workload, list[dict[str, Any]], list[dict
         }
         if draw(st.booleans()):
             config["macrobatch_size"] = 64 * minibatch
-            config["dispatch"] = draw(st.sampled_from(["pull", "push"]))
+            config["dispatch"] = draw(st.sampled_from(["pull", "pull_once", "push"]))
             config["combine"] = draw(st.sampled_from(["pull", "push"]))
         configs.append(config)
         groups.append(

@@ -138,6 +138,7 @@ def test_stage_code_and_skeletons_use_the_same_edges() -> None:
     seen |= real_uses(MoKConfig(mode="split", **SMALL_RING, trace=True), "mxfp8")
     for mode in ("split", "fused"):
         seen |= real_uses(MoKConfig(mode=mode, **FULL_RING, dispatch="push", combine="pull", trace=True))
+        seen |= real_uses(MoKConfig(mode=mode, **FULL_RING, dispatch="pull_once", trace=True))
     waits = {(stage, edge) for stage, edge, what in seen if what == "wait"}
     signals = {(stage, edge) for stage, edge, what in seen if what == "publish"}
     anywhere = {edge for edge, (writers, _) in table.items() if len(writers) > 15}
@@ -159,6 +160,7 @@ def test_skeletons_use_every_edge_of_the_table() -> None:
         used |= set(search(Setup("SFCB", str(plan), LAYOUTS[2][0])).edges)
     full = dataclasses.replace(LAYOUTS[2][0], ring_blocks=8)
     used |= set(search(Setup("F", "split", full, is_push_dispatch=True, is_pull_combine=True)).edges)
+    used |= set(search(Setup("F", "split", full, is_pull_once=True)).edges)
     used |= set(search(Setup("FB", "split", STRADDLING)).edges)
     # A schedule's end is the end of its process.
     assert set(extension().edge_table()) - used <= {"exited", "schedule_exited"}

@@ -54,7 +54,15 @@ def expected_context(workload: Workload, schedule: MoKSchedule, rank: int) -> tu
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "options", [SMALL_RING, FULL_RING, {**FULL_RING, "dispatch": "push"}, {**SMALL_RING, "ring": "serial"}], ids=str
+    "options",
+    [
+        SMALL_RING,
+        FULL_RING,
+        {**FULL_RING, "dispatch": "push"},
+        {**FULL_RING, "dispatch": "pull_once"},
+        {**SMALL_RING, "ring": "serial"},
+    ],
+    ids=str,
 )
 def test_context_of_macrobatch_0(mode: str, options: dict[str, Any]) -> None:
     workload = make_workload([150, 40], E=6, K=3)
@@ -172,7 +180,7 @@ def test_every_overflowing_rank_hears_its_own_numbers() -> None:
         assert f"640 rows come to rank {rank}" in str(seen[rank])
 
 
-@pytest.mark.parametrize("option", [{"dispatch": "push"}, {"combine": "pull"}], ids=str)
+@pytest.mark.parametrize("option", [{"dispatch": "push"}, {"dispatch": "pull_once"}, {"combine": "pull"}], ids=str)
 def test_push_dispatch_and_pull_combine_need_the_whole_ring(option: dict[str, str]) -> None:
     workload = make_workload([400])
     config = MoKConfig(**SMALL_RING, **option)

@@ -41,12 +41,14 @@ def check(extension: Path, case: str, planted: str = "", order: str = "round_rob
         "split",
         "fused",
         "dispatch+gate_up|swiglu+down|combine",
+        "pull once",
+        "fused pull once",
         "push",
         "fused push and pull",
     ],
 )
 def test_everything_is_ordered(extension: Path, case: str) -> None:
-    order = "random" if case in ("push",) else "round_robin"
+    order = "random" if case in ("push", "pull once") else "round_robin"
     found = check(extension, case, order=order)
     assert found["error"] == ""
     assert found["races"] == []

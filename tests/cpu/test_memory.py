@@ -25,6 +25,7 @@ CONFIGS: list[dict[str, Any]] = [
     {},
     {"minibatch_size": 512, "macrobatch_size": 1536, "row_block": 256},
     {**FULL_RING, "dispatch": "push"},
+    {**FULL_RING, "dispatch": "pull_once"},
     {**FULL_RING, "combine": "pull"},
     {**SMALL_RING, "schedule_capacity_multiplier": 1.3, "signal_grain": "minibatch"},
     {**SMALL_RING, "wire": "mxfp8"},
@@ -59,6 +60,7 @@ def words(shape: MoEShape, config: MoKConfig, num_ranks: int, num_tokens: int, h
         "is_backward": int(has_backward),
         "is_direct": int(config.dispatch == "push" or config.combine == "pull"),
         "is_push": int(config.dispatch == "push"),
+        "is_once": int(config.dispatch == "pull_once"),
         "is_wire": int(config.wire == "mxfp8"),
     }
 

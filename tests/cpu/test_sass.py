@@ -79,6 +79,7 @@ def ptxas_report(cubin: nvrtc.Cubin) -> dict[str, tuple[int, int]]:
 
 ALL = {
     **{name: (kernel, "copy") for name, kernel in cuda_device.COPY_KERNELS.items()},
+    **{f"{name} over links": (kernel, "copy") for name, kernel in cuda_device.LINK_KERNELS.items()},
     "gemm": (cuda_device.GEMM_KERNEL, "gemm"),
 }
 
@@ -97,7 +98,7 @@ def test_kernel(name: str, tmp_path: Path) -> None:
         assert "CONSTANT" not in "".join(re.findall(r"LDG\S*", code)), f"{entry} reads a region past the acquire"
         if kind == "gemm":
             check_gemm(entry, code)
-        elif name in cuda_device.COPYING:
+        elif name.removesuffix(" over links") in cuda_device.COPYING:
             assert code.count("UBLKCP") >= 2, f"{entry} does not copy rows by the copy engine"
         else:
             assert re.search(r"LDG\.E\.128|LDG\.E\.[A-Z.]*128", code) or name == "schedule", (

@@ -40,6 +40,12 @@ def check_tables(case: Routing, built: list[MoKSchedule], row_block: int) -> Non
         ids = case.ids[rank].flatten()
         routes = [route for route in ids.argsort(stable=True).tolist() if ids[route] >= 0]
         assert have.sorted_route[: len(routes)].tolist() == routes
+        # Where each peer's token comes first, if rows are pulled once.
+        topk, max_tokens = case.ids[0].shape[1], max(map(len, case.ids))
+        for peer, route in zip(want.peer_rank.tolist(), want.peer_token_idx.tolist(), strict=True):
+            if have.token_row.numel() and peer not in (-1, rank):
+                rows = (want.peer_rank == peer) & (want.peer_token_idx // topk == route // topk)
+                assert have.token_row[peer * max_tokens + route // topk] == rows.nonzero()[0]
         assert have.counts.tolist() == [num_rows, int(have.counts[1]), len(routes), num_rows, 1]
 
 
@@ -78,6 +84,16 @@ def test_tables_are_those_of_the_reference(case: Routing, row_block: int, data: 
     check_tables(
         case, schedule.launch(case.ids, num_experts=case.num_experts, row_block=row_block, group=group), row_block
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_tokens", [[5, 0, 9], [120, 100]], ids=str)
+def test_first_rows_of_tokens_that_are_pulled_once(num_tokens: list[int], kind: str) -> None:
+    case = routing(num_tokens, num_experts=4 * len(num_tokens), topk=6, kind=kind, seed=1)
+    config = MoKConfig(dispatch="pull_once")
+    built = schedule.launch(case.ids, num_experts=case.num_experts, config=config)
+    assert all(table.token_row.numel() == len(num_tokens) * max(num_tokens) for table in built)
+    check_tables(case, built, 128)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,7 +16,7 @@ from helpers import SMALL_RING, make_workload, run, run_both
 from mok_modular import MoKConfig, cli
 from mok_modular.explain import Walk, converse, describe
 from mok_modular.swap import STAGES_OF
-from mok_modular.sweep import AXES, skewed, sweep
+from mok_modular.sweep import AXES, GPU_ONLY, skewed, sweep
 from mok_modular.testing import capture
 from mok_modular.testing.capture import replay
 
@@ -130,8 +130,8 @@ def test_sweep() -> None:
 
 def test_every_axis() -> None:
     values = {"plan": ["split"], "minibatch": [128], "macrobatch": [256], "grain": ["minibatch"], "direction": ["pull"]}
-    values |= {"ring": ["serial"], "workers": [2], "imbalance": [0.5]}
-    assert values.keys() == AXES.keys()
+    values |= {"ring": ["serial"], "workers": [2], "imbalance": [0.5], "tokens": [40]}
+    assert values.keys() == AXES.keys() - set(GPU_ONLY)
     assert len(sweep(make_workload([60, 50], E=4), values)) == 1
 
 
@@ -148,7 +148,7 @@ def test_skewed() -> None:
     [
         (["sweep", "--over", "colour=red"], "AXIS one of plan"),
         (["sweep", "--over", "workers=two"], "takes numbers"),
-        (["sweep", "--over", "direction=up"], "direction must be pull or push"),
+        (["sweep", "--over", "direction=up"], "direction must be pull, pull_once or push"),
         (["stages", "--only", "schedule", "--input", "x.pt"], "with --input, --only must be one of dispatch"),
         (["stages", "--input", "x.pt"], "--input needs --only"),
         (["explain", "--tokens", "0"], "--tokens must be at least 1"),

@@ -17,6 +17,7 @@ from mok_modular import MoKConfig
 RUNS = (
     (1, {"mode": "split"}),
     (2, {"mode": "dispatch|gate_up+swiglu|down+combine"}),
+    (2, {"mode": "split", "dispatch": "pull_once", "macrobatch_size": 131072}),
     (2, {"mode": "split", "dispatch": "push", "combine": "pull", "macrobatch_size": 131072}),
     (2, {"mode": "split", "fwd_num_comm_sms": 16}),
 )

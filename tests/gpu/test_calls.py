@@ -3,6 +3,7 @@ missing, a thousand calls."""
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -168,6 +169,25 @@ def test_a_thousand_calls_in_flat_memory() -> None:
     assert int(differing) == 0
     assert torch.cuda.max_memory_allocated() == peak
     assert torch.cuda.memory_allocated() <= before + 1024
+
+
+def test_addresses_that_come_back_in_another_order() -> None:
+    """Tensors of a call lie where memory is free: a launch that was packed for another call must not write there."""
+    single = Single(make_workload([256]))
+    first = single.call()
+    schedule = helpers.build(single.workload, single.workspace, CONFIG)
+    sizes = sorted({tensor.numel() for tensor in schedule.tensors().values()})
+    held: list[tuple[int, Tensor]] = []
+    generator = random.Random(0)
+    for i in range(300):
+        while held and generator.random() < 0.6:
+            value, tensor = held.pop(generator.randrange(len(held)))
+            assert (tensor == value).all(), "a kernel wrote into somebody else's tensor"
+        for size in generator.choices(sizes, k=3):
+            held.append((i, torch.full((size,), i, dtype=torch.int32, device=DEVICE)))
+        assert same_bits(single.call(), first), i
+    assert all((tensor == value).all() for value, tensor in held)
+    single.workspace.check()
 
 
 @pytest.mark.parametrize("late", [0, 3])

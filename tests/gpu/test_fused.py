@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import helpers
 import pytest
 import torch
+from held_sms import held_sms, is_over_within, num_sms
 from helpers import FULL_RING, SMALL_RING, make_workload, same_bits
 from torch import Tensor
 
@@ -72,6 +70,8 @@ def test_every_plan(workload_and_base: tuple[Workload, Tensor], plan: str, num_r
         {"fwd_num_comm_sms": 1000},  # half of the CTAs, as many as there may be
         {"num_reserved_sms": 130},
         {**FULL_RING, "dispatch": "push"},
+        {**FULL_RING, "dispatch": "pull_once"},
+        {**FULL_RING, "dispatch": "pull_once", "fwd_num_comm_sms": 4},
         {**FULL_RING, "combine": "pull"},
         {**FULL_RING, "dispatch": "push", "combine": "pull", "fwd_num_comm_sms": 4},
     ],
@@ -84,7 +84,7 @@ def test_ablations(workload_and_base: tuple[Workload, Tensor], options: dict[str
 
 
 @pytest.mark.parametrize("plan", ["dispatch+gate_up|swiglu+down+combine", "dispatch|gate_up|swiglu|down+combine"])
-@pytest.mark.parametrize("options", [{"dispatch": "push"}, {"combine": "pull"}], ids=str)
+@pytest.mark.parametrize("options", [{"dispatch": "push"}, {"dispatch": "pull_once"}, {"combine": "pull"}], ids=str)
 def test_ablations_of_partial_plans(
     workload_and_base: tuple[Workload, Tensor], plan: str, options: dict[str, str]
 ) -> None:
@@ -254,71 +254,34 @@ def test_many_calls() -> None:
 
 # ---- other kernels hold SMs ----
 
-HOLD = """
-extern "C" __global__ void hold(volatile int* go_on) {
-  while (*go_on == 0) __nanosleep(1000);
-}
-"""
 
-
-@contextmanager
-def held_sms(num_sms: int) -> Iterator[None]:
-    """Another kernel has `num_sms` SMs for itself, as a collective might."""
-    from cuda.bindings import nvrtc
-
-    from mok_modular.targets.cuda_device import check, driver
-
-    cu = driver()
-    _, program = nvrtc.nvrtcCreateProgram(HOLD.encode(), b"hold.cu", 0, [], [])
-    assert int(nvrtc.nvrtcCompileProgram(program, 1, [b"--gpu-architecture=sm_90a"])[0]) == 0, HOLD
-    code = b" " * nvrtc.nvrtcGetCUBINSize(program)[1]
-    nvrtc.nvrtcGetCUBIN(program, code)
-    function = check(cu.cuModuleGetFunction(check(cu.cuModuleLoadData(code)), b"hold"))
-    smem = 220 * 1024
-    check(
-        cu.cuFuncSetAttribute(function, cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, smem)
-    )
-    go_on = torch.zeros(1, dtype=torch.int32).pin_memory()
-    argument = ctypes.c_void_p(go_on.data_ptr())
-    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-    stream = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    check(cu.cuLaunchKernel(function, num_sms, 1, 1, 32, 1, 1, smem, stream.cuda_stream, ctypes.addressof(pointers), 0))
-    try:
-        yield
-    finally:
-        go_on.fill_(1)
-        stream.synchronize()
-
-
-@pytest.mark.parametrize("num_held", [100, 129, 130])
-@pytest.mark.parametrize("options", [{}, {"fwd_num_comm_sms": 8}, {"num_reserved_sms": 132 - 16}], ids=str)
+@pytest.mark.parametrize("num_left", [32, 3, 2])
+@pytest.mark.parametrize("options", [{}, {"fwd_num_comm_sms": 8}, {"num_used_sms": 16}], ids=str)
 @pytest.mark.parametrize("num_ranks", [1, 4])
-def test_progress_beside_a_kernel_that_holds_sms(num_ranks: int, options: dict[str, int], num_held: int) -> None:
+def test_progress_beside_a_kernel_that_holds_sms(num_ranks: int, options: dict[str, int], num_left: int) -> None:
     """Two SMs are enough, whatever the grid: CTAs that are not resident are not waited for."""
     workload = make_workload([200] * num_ranks)
     base = run(workload, SPLIT, repeats=1)[0]
     moved = workload.to(DEVICE)
+    options = dict(options)
+    if "num_used_sms" in options:
+        options["num_reserved_sms"] = num_sms() - options.pop("num_used_sms")
     config = MoKConfig(timeout_s=20, **{**SMALL_RING, **options})
     group = LocalGroup(num_ranks, device=DEVICE)
     workspaces: list[Any] = [None] * num_ranks
 
     def warm(member: Any) -> None:
         workspaces[member.rank()] = helpers.workspace_for(moved, member, config)
-        helpers.call(moved, workspaces[member.rank()], config)
+        for _ in range(2):
+            helpers.call(moved, workspaces[member.rank()], config)
 
     def enqueue(member: Any) -> Tensor:
         return helpers.call(moved, workspaces[member.rank()], config)
 
     group.run(warm)
-    with held_sms(num_held):
+    with held_sms(num_sms() - num_left):
         outputs = group.run(enqueue)
-        end = torch.cuda.Event()
-        end.record()
-        limit = time.monotonic() + 10
-        while not end.query() and time.monotonic() < limit:
-            time.sleep(0.002)
-        is_over = end.query()
-    assert is_over, f"no progress with {num_held} SMs held"
+        is_over = is_over_within(10)
+    assert is_over, f"no progress on {num_left} SMs"
     workspaces[0].check()
     assert same_bits(torch.cat(outputs).cpu(), base)

@@ -105,7 +105,8 @@ def test_same_bits(layer_and_base: tuple[Layer, Tensor], num_ranks: int, plan: s
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
 @pytest.mark.parametrize(
-    "options", [{"dispatch": "push"}, {"combine": "pull"}, {"dispatch": "push", "combine": "pull"}]
+    "options",
+    [{"dispatch": "push"}, {"dispatch": "pull_once"}, {"combine": "pull"}, {"dispatch": "push", "combine": "pull"}],
 )
 def test_ablations(layer_and_base: tuple[Layer, Tensor], num_ranks: int, options: dict[str, str]) -> None:
     layer, base = layer_and_base

@@ -18,10 +18,14 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from held_sms import held_sms, is_over_within, num_sms
 
 import mok_modular as mok
 from mok_modular import functional
@@ -184,6 +188,8 @@ def case_plans(rank: Rank) -> None:
         {"mode": "dispatch|gate_up+swiglu|down+combine"},
         {"macrobatch_size": 128},
         {"macrobatch_size": rows, "dispatch": "push"},
+        {"macrobatch_size": rows, "dispatch": "pull_once"},
+        {"macrobatch_size": rows, "dispatch": "pull_once", "mode": "fused"},
         {"macrobatch_size": rows, "combine": "pull"},
         {"signal_grain": "minibatch"},
     ):
@@ -237,6 +243,31 @@ def case_sizes(rank: Rank) -> None:
         outputs = [layer(part.x, part.ids, part.router_weights) for _ in range(2)]
     assert torch.equal(*outputs)
     assert not outputs[0].isnan().any()
+
+
+def case_held(rank: Rank) -> None:
+    """Another kernel holds all SMs but two of every GPU, as a collective might: the fused forward gets on beside it.
+
+    Ranks that share a GPU each have a holding kernel, which spins in its own rank's slices of time and takes nothing
+    from the others' but time, so limits are multiplied by their number, as timeouts are.
+    """
+    splits = even(rank, 240)
+    data = Data.random(sum(splits), seed=11)
+    whole = on_one_rank(rank, data)
+    for options in ({}, {"fwd_num_comm_sms": 8}):
+        config = rank.config(mode="fused", timeout_s=20, **options)
+        workspace, part = rank.workspace(config, splits), rank.part(data, splits)
+        for _ in range(2):  # nothing is loaded or allocated beside the holding kernel
+            expect_bits(rank, part.run(config, workspace), whole, splits)
+        workspace.check()
+        with held_sms(num_sms() - 2, within_s=10 * rank.num_sharing):
+            distributed.barrier()  # on the CPU: from here on every GPU is held
+            output = part.run(config, workspace)
+            is_over = is_over_within(10 * rank.num_sharing)
+            distributed.barrier()  # and is until the last rank is done, or has given up
+        assert is_over, f"no progress on 2 SMs with {options}"
+        workspace.check()
+        expect_bits(rank, output, whole, splits)
 
 
 def case_late(rank: Rank) -> None:

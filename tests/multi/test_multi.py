@@ -45,7 +45,7 @@ def test_layer_under_torchrun(num_ranks: int, signals: str) -> None:
         [*command, "--bodies", signals], timeout=TIMEOUT_S, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
-    assert done.stdout.count(f"({signals}) on {num_ranks} ranks") == 8, done.stdout
+    assert done.stdout.count(f"({signals}) on {num_ranks} ranks") == 9, done.stdout
 
 
 def test_killed_process_is_named_and_the_others_end() -> None:

@@ -109,7 +109,7 @@ class Program {
     call.schedule = Schedule{table("peer_rank"),         table("peer_token_idx"),   table("segment_start"),
                              table("segment_num_rows"),  table("row_block_expert"), table("window_start"),
                              table("generation_window"), table("counts"),           table("route_rank"),
-                             table("route_row"),         table("sorted_route")};
+                             table("route_row"),         table("sorted_route"),     nullptr};
     Tensors& t = call.tensors;
     const auto tensor = [&](const char* name) { return r.tensors[name].data(); };
     t.x = tensor("x");

@@ -10,8 +10,11 @@
 namespace mok::cuda {
 
 // Several small CTAs an SM: while one waits for its next ticket the others copy.
-constexpr int kThreads = 256, kCtasPerSm = 3;
-constexpr int kWarps = kThreads / 32;
+#if !defined(MOK_CTA_WARPS)
+#define MOK_CTA_WARPS 8
+#endif
+constexpr int kWarps = MOK_CTA_WARPS, kCtasPerSm = 24 / kWarps;
+constexpr int kThreads = 32 * kWarps;
 constexpr int kPollNs = 64;
 
 // Where rows pass through on their way, in kernels that copy: every warp has a ring of chunks of its own.

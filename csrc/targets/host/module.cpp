@@ -55,6 +55,7 @@ Schedule make_schedule(const Pointers& p) {
   s.route_rank = take<int32>(p, "route_rank");
   s.route_row = take<int32>(p, "route_row");
   s.sorted_route = take<int32>(p, "sorted_route");
+  s.token_row = take<int32>(p, "token_row");
   return s;
 }
 
@@ -258,6 +259,7 @@ void bind_shape(nb::module_& m) {
       .def_rw("capacity_rows", &Shape::capacity_rows)
       .def_rw("ring_rows", &Shape::ring_rows)
       .def_rw("is_push_dispatch", &Shape::is_push_dispatch)
+      .def_rw("is_pull_once", &Shape::is_pull_once)
       .def_rw("is_pull_combine", &Shape::is_pull_combine)
       .def_rw("is_minibatch_grain", &Shape::is_minibatch_grain)
       .def_rw("is_serial_ring", &Shape::is_serial_ring)
