@@ -159,8 +159,8 @@ MUTATIONS = [
     ),
     Mutation(
         "csrc/protocol/edge_table.h",
-        "{Edge::x_ready, stages(Stage::dispatch), stages(Stage::gate_up)}",
-        "{Edge::x_ready, stages(Stage::dispatch), stages(Stage::down)}",
+        "{Edge::x_ready, stages(Stage::dispatch), stages(Stage::dispatch, Stage::gate_up)}",
+        "{Edge::x_ready, stages(Stage::dispatch), stages(Stage::dispatch, Stage::down)}",
         CPU + "test_explore.py -k planted_fault",
     ),
     # ---- stages ----
