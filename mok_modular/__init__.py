@@ -4,7 +4,7 @@ Every stage is a kernel of its own, or all of them are one persistent kernel, fr
 with the same bits. See README.md for ten lines that run, docs/design.md for how it is built.
 """
 
-from mok_modular import functional, ops, reference, stages
+from mok_modular import functional, ops, reference, stages, testing
 from mok_modular.config import PRESETS, MoEShape, MoKConfig
 from mok_modular.errors import MoKDeadlockError, MoKPeerError, MoKSignalError, MoKTimeoutError
 from mok_modular.functional import MoKForwardContext, MoKSchedule
@@ -38,4 +38,5 @@ __all__ = [
     "ops",
     "reference",
     "stages",
+    "testing",
 ]

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from mok_modular.testing import StageStats, TensorCheck
 
 # Data-flow order, for the list of stages; any other comes behind these.
-_STAGE_FILES = ("schedule", "dispatch", "grouped_gemm", "swiglu", "combine", "reduce", "quantize", "ring")
+_STAGE_FILES = (*REPLAYED, "ring")
 
 _STAGE_NOTE = "rows, MB, GFLOP, busy (inside tiles) and wait (suspended at waits) are sums over ranks and workers"
 _CHECK_NOTE = (

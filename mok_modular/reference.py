@@ -14,7 +14,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .stages import combine, dispatch, grouped_gemm, reduce, schedule, swiglu
+from .stages import (
+    combine,
+    dispatch,
+    grouped_dgrad,
+    grouped_gemm,
+    reduce,
+    reverse_combine,
+    reverse_dispatch,
+    schedule,
+    swiglu,
+    swiglu_backward,
+    wgrad,
+)
 
 _DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
@@ -222,16 +234,12 @@ def _as_the_library(
     num_ranks, topk = len(xs), expert_ids[0].shape[1]
     tables = schedule.reference(expert_ids, num_experts=len(routed[0]), row_block=row_block)
     rows = dispatch.reference(xs, tables, topk=topk)
-    d_rows = dispatch.reference(d_outputs, tables, topk=topk)
-    # A row's router weight: its route is the token of a layer with one expert a token.
-    cells = [weights.reshape(-1, 1) for weights in router_weights]
-    row_weights = dispatch.reference(cells, tables, topk=1)
+    d_rows = reverse_combine.reference(d_outputs, router_weights, tables, topk=topk)
     w_gate, w_up, w_down = (weight.chunk(num_ranks) for weight in routed)
     experts = [
         experts_backward(
-            d_rows[rank],
+            *d_rows[rank],
             rows[rank],
-            row_weights[rank],
             w_gate[rank],
             w_up[rank],
             w_down[rank],
@@ -241,21 +249,21 @@ def _as_the_library(
         )
         for rank, table in enumerate(tables)
     ]
-    d_x_cells = combine.reference([expert[0] for expert in experts], tables)
-    d_router_cells = combine.reference([expert[1] for expert in experts], tables)
+    cells = reverse_dispatch.reference([expert[0] for expert in experts], [expert[1] for expert in experts], tables)
     gradients = []
     for rank, (x, ids) in enumerate(zip(xs, expert_ids, strict=True)):
         d_shared = shared_expert_backward(d_outputs[rank], x, *shared, swiglu_limit)
         one = torch.ones(ids.shape, device=x.device)
-        d_x = reduce.reference(d_x_cells[rank], one, ids >= 0, d_shared[0])
-        gradients.append(LayerGradients(d_x, d_router_cells[rank].view(ids.shape), *experts[rank][2:], *d_shared[1:]))
+        d_x_cells, d_router = cells[rank]
+        d_x = reduce.reference(d_x_cells, one, ids >= 0, d_shared[0])
+        gradients.append(LayerGradients(d_x, d_router.view(ids.shape), *experts[rank][2:], *d_shared[1:]))
     return gradients
 
 
 def experts_backward(
     d_rows: Tensor,
-    rows: Tensor,
     row_weights: Tensor,
+    rows: Tensor,
     w_gate: Tensor,
     w_up: Tensor,
     w_down: Tensor,
@@ -264,44 +272,20 @@ def experts_backward(
     swiglu_limit: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The backward of one rank's experts, bfloat16. ``d_rows`` and ``rows`` [num_rows, H] are d_output and x of each
-    row, ``row_weights`` [num_rows, 1] float32 its router weight. Returns d_x of each row [num_rows, H], d_router
-    [num_rows, 1] float32, and the gradients of the three weights."""
-    gate, up = grouped_gemm.reference(rows, (w_gate, w_up), segment_start, segment_num_rows)
-    h = swiglu.reference(gate, up, swiglu_limit)
-    d_h = grouped_gemm.reference(d_rows, w_down.mT, segment_start, segment_num_rows)
-    d_router = _sum_by_groups(d_h.float() * h.float())
-    d_gate, d_up = swiglu_backward(d_h.float() * row_weights, gate, up, swiglu_limit)
-    weighted_h = (row_weights * h.float()).bfloat16()
-    w_in = torch.cat([w_gate, w_up], dim=1).mT  # [El, H, 2I]: one accumulation over gate and up
-    d_x = grouped_gemm.reference(torch.cat([d_gate, d_up], dim=1), w_in, segment_start, segment_num_rows)
-
-    def weight_gradient(left: Tensor, right: Tensor) -> Tensor:
-        starts, counts = segment_start.tolist(), segment_num_rows.tolist()
-        places = [slice(start, start + count) for start, count in zip(starts, counts, strict=False)]
-        return torch.stack([(left[at].float().T @ right[at].float()).bfloat16() for at in places])
-
+    row, ``row_weights`` [num_rows] float32 its router weight. Returns d_x of each row [num_rows, H], its d_router by
+    groups of columns [num_rows, I/32] float32, and the gradients of the three weights."""
+    segments = (segment_start, segment_num_rows)
+    gate, up = grouped_gemm.reference(rows, (w_gate, w_up), *segments)
+    d_h = grouped_dgrad.reference(d_rows, w_down, *segments)
+    d_gate, d_up, weighted_h, partials = swiglu_backward.reference(d_h, gate, up, row_weights, swiglu_limit)
+    d_x = grouped_dgrad.reference((d_gate, d_up), (w_gate, w_up), *segments)
     return (
         d_x,
-        d_router,
-        weight_gradient(d_gate, rows),
-        weight_gradient(d_up, rows),
-        weight_gradient(d_rows, weighted_h),
+        partials,
+        wgrad.reference(d_gate, rows, *segments).bfloat16(),
+        wgrad.reference(d_up, rows, *segments).bfloat16(),
+        wgrad.reference(d_rows, weighted_h, *segments).bfloat16(),
     )
-
-
-def swiglu_backward(d_h: Tensor, gate: Tensor, up: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
-    """d_gate and d_up in the dtype of ``gate`` for ``d_h`` in the precision of the computation (float32 for bfloat16).
-    The gradient passes where gate or up equals the limit, and is zero beyond."""
-    g, u = gate.to(d_h.dtype), up.to(d_h.dtype)
-    gate_passes, up_passes = torch.ones_like(g, dtype=torch.bool), torch.ones_like(u, dtype=torch.bool)
-    if limit is not None:
-        gate_passes, up_passes = ~(g > limit), ~((u > limit) | (u < -limit))
-        g = torch.where(g > limit, limit, g)
-        u = torch.where(u > limit, limit, torch.where(u < -limit, -limit, u))
-    sigmoid = g.sigmoid()
-    silu = g * sigmoid
-    d_gate = d_h * u * (sigmoid + silu * (1 - sigmoid))
-    return (d_gate * gate_passes).to(gate.dtype), (d_h * silu * up_passes).to(up.dtype)
 
 
 def shared_expert_backward(
@@ -317,19 +301,11 @@ def shared_expert_backward(
     if w_gate is None or w_up is None or w_down is None:
         return None, None, None, None
     start = torch.tensor([0, len(x)], dtype=torch.int32, device=x.device)
-    one = torch.ones(len(x), 1, device=x.device)
+    one = torch.ones(len(x), device=x.device)
     d_x, _, d_gate, d_up, d_down = experts_backward(
-        d_output, x, one, w_gate[None], w_up[None], w_down[None], start, start[1:], swiglu_limit
+        d_output, one, x, w_gate[None], w_up[None], w_down[None], start, start[1:], swiglu_limit
     )
     return d_x, d_gate[0], d_up[0], d_down[0]
-
-
-def _sum_by_groups(values: Tensor, num_columns: int = 32) -> Tensor:
-    """Sums rows to [num_rows, 1]: groups of columns first, then the groups in ascending order."""
-    total = values.new_zeros(len(values), 1)
-    for group in values.split(num_columns, dim=1):
-        total = total + group.sum(1, keepdim=True)
-    return total
 
 
 # ---- checks ----

@@ -18,8 +18,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .reference import LayerGradients, _shared_expert, _sum_by_groups, shared_expert_backward, swiglu_backward
-from .stages import combine, dispatch, grouped_gemm, reduce, schedule, swiglu
+from .reference import LayerGradients, _shared_expert, shared_expert_backward
+from .stages import (
+    combine,
+    dispatch,
+    grouped_dgrad,
+    grouped_gemm,
+    reduce,
+    reverse_combine,
+    reverse_dispatch,
+    schedule,
+    swiglu,
+    swiglu_backward,
+    wgrad,
+)
 from .stages.quantize import round_trip
 
 Segments = tuple[Tensor, Tensor]
@@ -78,31 +90,30 @@ def layer_backward(
     routed = (w_routed_gate, w_routed_up, w_routed_down)
     num_ranks, topk = len(xs), expert_ids[0].shape[1]
     tables = schedule.reference(expert_ids, num_experts=len(w_routed_gate))
-    d_rows = dispatch.reference([_quantized(d_output) for d_output in d_outputs], tables, topk=topk)
-    # A row's router weight: its route is the token of a layer with one expert a token.
-    row_weights = dispatch.reference([weights.reshape(-1, 1) for weights in router_weights], tables, topk=1)
+    d_outputs_quantized = [_quantized(d_output) for d_output in d_outputs]
+    d_rows = reverse_combine.reference(d_outputs_quantized, router_weights, tables, topk=topk)
     by_column = zip(*(_quantized(w, dim=-2).chunk(num_ranks) for w in routed), strict=True)
     experts = [
-        _experts_backward(d_rows[rank], rows, row_weights[rank], segments, (gate, up), columns, swiglu_limit)
+        _experts_backward(*d_rows[rank], rows, segments, (gate, up), columns, swiglu_limit)
         for rank, ((rows, segments, gate, up, _), columns) in enumerate(
             zip(_by_rank(xs, expert_ids, tables, routed), by_column, strict=True)
         )
     ]
-    d_x_cells = combine.reference([expert[0] for expert in experts], tables)
-    d_router_cells = combine.reference([expert[1] for expert in experts], tables)
+    cells = reverse_dispatch.reference([expert[0] for expert in experts], [expert[1] for expert in experts], tables)
     gradients = []
     for rank, (x, ids) in enumerate(zip(xs, expert_ids, strict=True)):
         shared = (w_shared_gate, w_shared_up, w_shared_down)
         d_shared = shared_expert_backward(d_outputs[rank], x, *shared, swiglu_limit)
-        d_x = reduce.reference(d_x_cells[rank], torch.ones(ids.shape, device=x.device), ids >= 0, d_shared[0])
-        gradients.append(LayerGradients(d_x, d_router_cells[rank].view(ids.shape), *experts[rank][2:], *d_shared[1:]))
+        d_x_cells, d_router = cells[rank]
+        d_x = reduce.reference(d_x_cells, torch.ones(ids.shape, device=x.device), ids >= 0, d_shared[0])
+        gradients.append(LayerGradients(d_x, d_router.view(ids.shape), *experts[rank][2:], *d_shared[1:]))
     return gradients
 
 
 def _experts_backward(
     d_rows: Tensor,
-    rows: Tensor,
     row_weights: Tensor,
+    rows: Tensor,
     segments: Segments,
     by_row: tuple[Tensor, Tensor],
     by_column: tuple[Tensor, Tensor, Tensor],
@@ -114,21 +125,15 @@ def _experts_backward(
     does.
     """
     gate, up = grouped_gemm.reference(rows, by_row, *segments)
-    h = swiglu.reference(gate, up, swiglu_limit)
     w_gate, w_up, w_down = by_column
-    d_h = grouped_gemm.reference(d_rows, w_down.mT, *segments)
-    d_router = _sum_by_groups(d_h.float() * h.float())
-    d_gate, d_up = (_quantized(d) for d in swiglu_backward(d_h.float() * row_weights, gate, up, swiglu_limit))
-    weighted_h = (row_weights * h.float()).bfloat16()
-    w_in = torch.cat([w_gate, w_up], dim=1).mT  # [El, H, 2I]: one accumulation over gate and up
-    d_x = grouped_gemm.reference(torch.cat([d_gate, d_up], dim=1), w_in, *segments)
+    d_h = grouped_dgrad.reference(d_rows, w_down, *segments)
+    d_gate, d_up, weighted_h, partials = swiglu_backward.reference(d_h, gate, up, row_weights, swiglu_limit)
+    d_gate, d_up = _quantized(d_gate), _quantized(d_up)
+    d_x = grouped_dgrad.reference((d_gate, d_up), (w_gate, w_up), *segments)
     x, d_y, d_gate, d_up, weighted_h = (_quantized(t, dim=0) for t in (rows, d_rows, d_gate, d_up, weighted_h))
-    places = [slice(start, start + count) for start, count in zip(*(s.tolist() for s in segments), strict=False)]
-
-    def weight_gradient(left: Tensor, right: Tensor) -> Tensor:
-        return torch.stack([(left[at].float().T @ right[at].float()).bfloat16() for at in places])
-
-    return d_x, d_router, weight_gradient(d_gate, x), weight_gradient(d_up, x), weight_gradient(d_y, weighted_h)
+    products = ((d_gate, x), (d_up, x), (d_y, weighted_h))
+    d_w_gate, d_w_up, d_w_down = (wgrad.reference(*pair, *segments).bfloat16() for pair in products)
+    return d_x, partials, d_w_gate, d_w_up, d_w_down
 
 
 def _by_rank(

@@ -59,6 +59,11 @@ struct WgradOf {
 
   template <class Worker>
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
+    return needs_operands(args, task, signals) && needs_carry_place(args, task, signals);
+  }
+  // The rows, and the carry that the sums start from.
+  template <class Worker>
+  MOK_DEVICE static bool needs_operands(const Args& args, const Task& task, Signals<Worker>& signals) {
     const Call& call = args.call;
     if (task.num_rows == 0) return true;
     if constexpr (kIsShared) {
@@ -73,13 +78,19 @@ struct WgradOf {
       const BlockRange blocks = expert_blocks(call, task.expert, macrobatch);
       const Word want = static_cast<Word>(blocks.end - blocks.first) * arrivals(Edge::segment_ready, call);
       if (!signals.wait_local(Edge::segment_ready, segment_index(call, task.expert, macrobatch), want)) return false;
-      if (is_carried_in(call, task))
-        return signals.wait_local(Edge::carry_done, carry_index(call, task.part, macrobatch - 1),
-                                  carries_of(call, macrobatch - 1));
-      // The carry that this tile leaves takes the place of the one that came into this macrobatch.
-      if (!is_carried_out(call, task) || !has_carry_in(call, macrobatch)) return true;
-      return signals.wait_local(Edge::carry_done, carry_index(call, task.part, macrobatch), 1);
+      return !is_carried_in(call, task) ||
+             signals.wait_local(Edge::carry_done, carry_index(call, task.part, macrobatch - 1),
+                                carries_of(call, macrobatch - 1));
     }
+  }
+  // The carry that this tile leaves takes the place of the one that came into this macrobatch.
+  template <class Worker>
+  MOK_DEVICE static bool needs_carry_place(const Args& args, const Task& task, Signals<Worker>& signals) {
+    const Call& call = args.call;
+    if (kIsShared || task.num_rows == 0 || (!call.has_dgrad() && !call.shape.is_mxfp8())) return true;
+    const int32 macrobatch = block_macrobatch(call.shape, task.block);
+    if (is_carried_in(call, task) || !is_carried_out(call, task) || !has_carry_in(call, macrobatch)) return true;
+    return signals.wait_local(Edge::carry_done, carry_index(call, task.part, macrobatch), 1);
   }
 
   // The FP32 tile [kWgradRows, kWgradCols] that the sums start from; null: from zero.

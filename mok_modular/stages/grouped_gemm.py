@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, overload
 import torch
 from torch import Tensor
 
+from mok_modular.stages.tables import check_segments
 from mok_modular.targets import host_stage
 
 if TYPE_CHECKING:
@@ -145,16 +146,4 @@ def _check(rows: Tensor, weight: Tensor, segment_start: Tensor, segment_num_rows
             "rows must be [num_rows, Kdim] and weight [El, N, Kdim] with the same Kdim, not "
             f"{tuple(rows.shape)} and {tuple(weight.shape)}"
         )
-    num_experts = len(weight)
-    if segment_start.shape != (num_experts + 1,) or segment_num_rows.shape != (num_experts,):
-        raise ValueError(
-            f"with {num_experts} experts segment_start must be [{num_experts + 1}] and segment_num_rows "
-            f"[{num_experts}], not {tuple(segment_start.shape)} and {tuple(segment_num_rows.shape)}"
-        )
-    room = segment_start.diff()
-    is_fitting = bool(((segment_num_rows >= 0) & (segment_num_rows <= room)).all())
-    if not is_fitting or int(segment_start[0]) != 0 or int(segment_start[-1]) > len(rows):
-        raise ValueError(
-            f"segments must start at 0, follow one another and end within {len(rows)} rows; segment_start is "
-            f"{segment_start.tolist()}, segment_num_rows {segment_num_rows.tolist()}"
-        )
+    check_segments(len(weight), segment_start, segment_num_rows, len(rows))

@@ -60,6 +60,22 @@ def check_tables(schedules: Sequence[Tables], num_routes: Sequence[int]) -> None
         _check_targets(f"{where}: route_rank and route_row", s.route_rank, s.route_row, "rows", num_rows)
 
 
+def check_segments(num_experts: int, segment_start: Tensor, segment_num_rows: Tensor, num_rows: int) -> None:
+    """Raises ValueError unless these are the segments of so many experts, one after the other, within so many rows."""
+    if segment_start.shape != (num_experts + 1,) or segment_num_rows.shape != (num_experts,):
+        raise ValueError(
+            f"with {num_experts} experts segment_start must be [{num_experts + 1}] and segment_num_rows "
+            f"[{num_experts}], not {tuple(segment_start.shape)} and {tuple(segment_num_rows.shape)}"
+        )
+    room = segment_start.diff()
+    is_fitting = bool(((segment_num_rows >= 0) & (segment_num_rows <= room)).all())
+    if not is_fitting or int(segment_start[0]) != 0 or int(segment_start[-1]) > num_rows:
+        raise ValueError(
+            f"segments must start at 0, follow one another and end within {num_rows} rows; segment_start is "
+            f"{segment_start.tolist()}, segment_num_rows {segment_num_rows.tolist()}"
+        )
+
+
 def _check_targets(name: str, rank: Tensor, idx: Tensor, what: str, limit: Tensor) -> None:
     rank, idx = rank.cpu().long(), idx.cpu().long()
     routed = rank >= 0

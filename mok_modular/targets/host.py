@@ -253,8 +253,8 @@ class SharedWorkspace:
             return [None] * len(calls)
         errors = self._errors(result, calls)
         if swap.errors:
-            rank, cause = next(iter(swap.errors.items()))
-            peer_error = MoKPeerError(f"rank {rank} raised {type(cause).__name__}: {cause}", rank)
+            rank = next(iter(swap.errors))
+            peer_error = MoKPeerError(swap.describe(rank), rank)
             errors = [swap.errors.get(each, peer_error) for each in range(len(calls))]
         self.failure = errors[0]
         return list(errors)

@@ -1,8 +1,8 @@
 """One stage's kernel alone on the host target: memory of its own, every wait satisfied beforehand, one launch.
 
 `launch` of stages/*.py is made of this: lay out the stage's inputs in the regions that the kernel reads, run the
-very kernel of a split plan, read its outputs. All rows are in one ring generation and one window, so a region
-holds all rows of its rank. Regions are full of NaN until something writes them.
+very kernel of a split plan, read its outputs. All rows are in one ring generation and one window (but for wgrad with a
+carry), so a region holds all rows of its rank. Regions are full of NaN until something writes them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _INT32 = torch.int32
 class StageRun:
     """The ranks of one launch on the host target (on a GPU: cuda_stage.CudaStageRun).
 
-    `tables` holds every rank's tables of rows (see `segment_tables`), with El local
-    experts each; a width that the stage does not use may stay 0.
+    `tables` holds every rank's tables of rows (see `segment_tables`), with El local experts each; a width that the
+    stage does not use may stay 0. `ring_rows` and `generation` (-1: all) are for rows that do not fit into one
+    generation.
 
     Raises ValueError if `group` has another number of ranks or device, or `row_block` is none that the target has.
     """
@@ -45,6 +46,8 @@ class StageRun:
         hidden_size: int = 0,
         intermediate_size: int = 0,
         shared_size: int = 0,
+        ring_rows: int | None = None,
+        generation: int = -1,
         is_push_dispatch: bool = False,
         is_pull_combine: bool = False,
         kind: str = "forward",
@@ -69,12 +72,13 @@ class StageRun:
         shape.num_local_experts = tables[0]["segment_num_rows"].numel()
         shape.row_block = row_block
         shape.capacity_rows = max(row_block, *(int(t["counts"][0]) for t in tables))
-        shape.ring_rows = shape.minibatch = shape.capacity_rows
+        shape.ring_rows = shape.minibatch = ring_rows or shape.capacity_rows
         shape.is_push_dispatch = is_push_dispatch
         shape.is_pull_combine = is_pull_combine
         shape.is_mxfp8 = is_mxfp8
         shape.has_backward = kind != "forward"
         self.kind = kind
+        self.generation = generation
         self.native = self._make_memory()
 
     def _make_memory(self) -> Any:
@@ -87,6 +91,10 @@ class StageRun:
         if self.native.region_bytes(rank, name) == 0:
             return torch.empty(0, width, dtype=torch.bfloat16)
         return torch.from_dlpack(self.native.region(rank, name)).view(torch.bfloat16).view(-1, width)
+
+    def floats(self, rank: int, name: str) -> Tensor:
+        """A region of a rank that holds float32, flat, shared with the kernel."""
+        return self.region(rank, name, 2).view(torch.float32).flatten()
 
     def fill(self, rank: int, name: str, rows: Tensor) -> None:
         """Writes `rows` to the start of a region."""
@@ -101,7 +109,7 @@ class StageRun:
         `wait_s`. Raises MoKDeadlockError (on threads MoKTimeoutError) if the stage waits for something after all.
         """
         programs = self._programs(tensors, swiglu_limit)
-        self.native.satisfy(0)
+        self.native.satisfy(0, self.kind)
         group = self.group
         is_threads = group.executor == "threads"
         result = extension().run(self.native, programs, group.order, group.seed, is_threads, 10.0, 10.0)
@@ -127,7 +135,7 @@ class StageRun:
             )
             mask = group_mask((self.stage,))
             num_workers = self.group.num_workers
-            program.add_launch(self.stage, mask, self.stage, -1, False, False, False, 0, num_workers, 0)
+            program.add_launch(self.stage, mask, self.stage, self.generation, False, False, False, 0, num_workers, 0)
             programs.append(program)
         return programs
 
@@ -142,8 +150,11 @@ def open_run(
 ) -> StageRun:
     """A StageRun where the arguments are, on the CPU or a GPU.
 
-    Raises ValueError if `group` is somewhere else, and what StageRun raises.
+    Raises ValueError if `group` is somewhere else, or the stage is one of a backward and not on the CPU, and what
+    StageRun raises.
     """
+    if device.type != "cpu" and sizes.get("kind", "forward") != "forward":
+        raise ValueError(f"{stage} runs alone on the CPU only, as a backward does; the arguments are on {device}")
     group = group or LocalGroup(len(tables), device="cpu" if device.type == "cpu" else str(device))
     given = torch.device(group.device)
     if given.type != device.type or (given.index or 0) != (device.index or 0):
@@ -194,6 +205,12 @@ def check_bfloat16(**tensors: Tensor) -> torch.device:
         if tensor.device.type not in ("cpu", "cuda") or tensor.device != device:
             raise ValueError(f"{name} must be on the CPU or on one GPU with the other arguments, got {tensor.device}")
     return device
+
+
+def check_float32(name: str, tensor: Tensor) -> None:
+    """Raises TypeError unless the tensor is what a kernel takes as float."""
+    if tensor.dtype != torch.float32:
+        raise TypeError(f"{name} must be torch.float32 for the kernel, got {tensor.dtype}")
 
 
 def check_width(name: str, width: int) -> None:

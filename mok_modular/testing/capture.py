@@ -1,7 +1,7 @@
 """One stage's arguments out of a run, and the stage replayed on them alone.
 
 config = MoKConfig(mode="split", stages={"swiglu": capture("swiglu", "swiglu.pt")})
-... one forward ...
+... one forward, or a forward and a backward ...
 mok-modular stages --only swiglu --input swiglu.pt --dump out/
 """
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from mok_modular import stages
-from mok_modular.swap import STAGES_OF, WindowTables
+from mok_modular.swap import STAGES_OF
+from mok_modular.swap_window import WindowTables
 
 
 def capture(name: str, path: str | os.PathLike[str]) -> Callable[..., Any]:
@@ -61,13 +62,13 @@ def replay(name: str, path: str | os.PathLike[str], folder: str | os.PathLike[st
     return {
         "num_results": len(pairs),
         "shapes": [list(a.shape) for a, _ in pairs],
-        "is_same": all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs),
+        "is_same": all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs),
         "max_error": max(errors, default=0.0),
     }
 
 
 def _as_list(result: Any) -> list[Tensor]:
-    return list(result) if isinstance(result, list | tuple) else [result]
+    return [t for each in result for t in _as_list(each)] if isinstance(result, list | tuple) else [result.contiguous()]
 
 
 def _copy(value: Any) -> Any:

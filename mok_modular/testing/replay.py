@@ -15,10 +15,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mok_modular.stages import combine, dispatch, grouped_gemm, quantize, reduce, schedule, swiglu
+from mok_modular.stages import (
+    combine,
+    dispatch,
+    grouped_dgrad,
+    grouped_gemm,
+    quantize,
+    reduce,
+    reverse_combine,
+    reverse_dispatch,
+    schedule,
+    swiglu,
+    swiglu_backward,
+    wgrad,
+)
 from mok_modular.testing.workload import TensorCheck, Workload, compare
 
-REPLAYED = ("schedule", "dispatch", "grouped_gemm", "swiglu", "combine", "reduce", "quantize")
+REPLAYED = (
+    "schedule",
+    "dispatch",
+    "grouped_gemm",
+    "swiglu",
+    "combine",
+    "reduce",
+    "reverse_combine",
+    "grouped_dgrad",
+    "swiglu_backward",
+    "reverse_dispatch",
+    "quantize",
+    "wgrad",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +143,24 @@ class _Inputs:
             for h, w, segments in zip(self.hidden(), self.weights, self.segments, strict=True)
         ]
 
+    def d_rows(self) -> list[tuple[Tensor, Tensor]]:
+        """d_y and router weight of every row."""
+        given = self.workload
+        return reverse_combine.reference(given.d_outputs(), given.router_weights, self.tables, topk=given.shape.topk)
+
+    def d_hidden(self) -> list[Tensor]:
+        return [
+            grouped_dgrad.reference(d_y, w.routed_down, *segments)
+            for (d_y, _), w, segments in zip(self.d_rows(), self.weights, self.segments, strict=True)
+        ]
+
+    def gradients(self) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """What swiglu_backward leaves."""
+        return [
+            swiglu_backward.reference(d_h, gate, up, weights, self.workload.swiglu_limit)
+            for d_h, (gate, up), (_, weights) in zip(self.d_hidden(), self.gate_up(), self.d_rows(), strict=True)
+        ]
+
 
 def _schedule(inputs: _Inputs) -> Iterator[_Launch]:
     ids, num_experts = inputs.workload.expert_ids, inputs.workload.shape.num_experts
@@ -167,6 +211,51 @@ def _quantize(inputs: _Inputs) -> Iterator[_Launch]:
         yield _Launch(partial(quantize.launch, rows, *segments), partial(quantize.reference, rows, *segments))
 
 
+def _reverse_combine(inputs: _Inputs) -> Iterator[_Launch]:
+    workload = inputs.workload
+    arguments: Any = (workload.d_outputs(), workload.router_weights, inputs.tables)
+    topk = workload.shape.topk
+    yield _Launch(lambda: reverse_combine.launch(*arguments, topk=topk), inputs.d_rows)
+
+
+def _grouped_dgrad(inputs: _Inputs) -> Iterator[_Launch]:
+    for (d_y, _), gradients, w, segments in zip(
+        inputs.d_rows(), inputs.gradients(), inputs.weights, inputs.segments, strict=True
+    ):
+        yield _arithmetic(grouped_dgrad, d_y, w.routed_down, *segments)
+        yield _arithmetic(grouped_dgrad, gradients[:2], (w.routed_gate, w.routed_up), *segments)
+
+
+def _swiglu_backward(inputs: _Inputs) -> Iterator[_Launch]:
+    for d_h, (gate, up), (_, weights) in zip(inputs.d_hidden(), inputs.gate_up(), inputs.d_rows(), strict=True):
+        yield _arithmetic(swiglu_backward, d_h, gate, up, weights, inputs.workload.swiglu_limit)
+
+
+def _reverse_dispatch(inputs: _Inputs) -> Iterator[_Launch]:
+    gradients = inputs.gradients()
+    d_xs = [
+        grouped_dgrad.reference(each[:2], (w.routed_gate, w.routed_up), *segments)
+        for each, w, segments in zip(gradients, inputs.weights, inputs.segments, strict=True)
+    ]
+    arguments: Any = (d_xs, [each[3] for each in gradients], inputs.tables)
+    yield _Launch(lambda: reverse_dispatch.launch(*arguments), lambda: reverse_dispatch.reference(*arguments))
+
+
+def _wgrad(inputs: _Inputs) -> Iterator[_Launch]:
+    """Rounded, as a layer does with the sums: float32 sums differ in their last bits by the order of rows alone."""
+    for (d_y, _), gradients, x, segments in zip(
+        inputs.d_rows(), inputs.gradients(), inputs.rows, inputs.segments, strict=True
+    ):
+        d_gate, d_up, hidden, _ = gradients
+        for pair in ((d_gate, x), (d_up, x), (d_y, hidden)):
+            sums = _arithmetic(wgrad, *pair, *segments)
+            yield _Launch(partial(_rounded, sums.launch), partial(_rounded, sums.reference), sums.exact)
+
+
+def _rounded(sums: Callable[[], Tensor]) -> Tensor:
+    return sums().bfloat16()
+
+
 _LAUNCHES: dict[str, Callable[[_Inputs], Iterator[_Launch]]] = {
     "schedule": _schedule,
     "dispatch": _dispatch,
@@ -174,7 +263,12 @@ _LAUNCHES: dict[str, Callable[[_Inputs], Iterator[_Launch]]] = {
     "swiglu": _swiglu,
     "combine": _combine,
     "reduce": _reduce,
+    "reverse_combine": _reverse_combine,
+    "grouped_dgrad": _grouped_dgrad,
+    "swiglu_backward": _swiglu_backward,
+    "reverse_dispatch": _reverse_dispatch,
     "quantize": _quantize,
+    "wgrad": _wgrad,
 }
 
 

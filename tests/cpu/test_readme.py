@@ -6,12 +6,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mok_modular import _host, cli
 from mok_modular.plan import SHARED_STAGES, STAGES
+from mok_modular.swap import STAGES_OF
 from mok_modular.targets.host import TASK_ORDER, WRITERS
+from mok_modular.testing.contract import RULES
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -47,6 +50,21 @@ def test_python_blocks_run(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[(100, 256), (101, 256), (102, 256), (103, 256)]\n"
+
+
+def test_python_of_swapping_runs() -> None:
+    (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "swapping.md").read_text(), flags=re.M | re.S)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert names["report"].is_ok
+    assert list(names["config"].stages) == ["wgrad"]
+
+
+def test_the_table_of_swapping_is_the_code() -> None:
+    text = (ROOT / "docs" / "swapping.md").read_text()
+    assert [row[0].strip("`") for row in table(text.partition("## When")[0])] == list(STAGES_OF)
+    named = {word for row in table(section(text, "What goes wrong")) for word in words(row[0])}
+    assert named == set(RULES)
 
 
 def test_commands_of_readme_exist(capsys: pytest.CaptureFixture[str]) -> None:

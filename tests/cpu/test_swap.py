@@ -389,7 +389,7 @@ def random_bits(gate: Tensor, up: Tensor, limit: float | None = None, *, num_row
         ("grouped_gemm", first_expert_always, "values"),
         ("grouped_gemm", no_empty_segments, "runs"),
         ("grouped_gemm", by_position, "order"),
-        ("reduce", reads_missing_routes, "values"),
+        ("reduce", reads_missing_routes, "unread"),
         ("reduce", rounds_each_route, "rounding"),
         ("reduce", forgets_shared, "values"),
         ("dispatch", dispatch_leaves_padding, "padding"),

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SMALL_RING, make_workload, run
+from helpers import SMALL_RING, make_workload, run, run_both
 
 from mok_modular import MoKConfig, cli
 from mok_modular.explain import Walk, converse, describe
+from mok_modular.swap import STAGES_OF
 from mok_modular.sweep import AXES, GPU_ONLY, skewed, sweep
 from mok_modular.testing import capture
 from mok_modular.testing.capture import replay
@@ -61,6 +62,8 @@ def test_python(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert re.search(r"^limit +BROKEN", out, re.MULTILINE)
     assert re.search(r"^(rounding|values) +BROKEN", out, re.MULTILINE)
+    assert re.search(r"^carry +BROKEN", out.partition("\nwgrad\n")[2], re.MULTILINE)
+    assert "BROKEN" not in re.sub(r"^carry .*", "", out.partition("\nwgrad\n")[2], flags=re.MULTILINE)
 
 
 # ---- explain ----
@@ -167,12 +170,14 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 # ---- one stage alone ----
 
 
-@pytest.mark.parametrize("name", ["dispatch", "grouped_gemm", "swiglu", "combine", "reduce"])
+@pytest.mark.parametrize("name", STAGES_OF)
 def test_captured_stage(name: str, tmp_path: Path) -> None:
     path = tmp_path / "stage.pt"
-    run(make_workload([60, 50], E=4), MoKConfig(mode="split", **SMALL_RING, stages={name: capture(name, path)}))
+    run_both(make_workload([60, 50], E=4), MoKConfig(mode="split", **SMALL_RING, stages={name: capture(name, path)}))
     found = replay(name, path, tmp_path / "out")
     assert found["max_error"] <= 0.05
+    if name in ("dispatch", "combine", "reverse_combine", "reverse_dispatch"):
+        assert found["is_same"]
     assert (tmp_path / "out" / "launched_0.pt").exists()
     other = "swiglu" if name != "swiglu" else "reduce"
     with pytest.raises(ValueError, match=f"holds '{name}', not '{other}'"):

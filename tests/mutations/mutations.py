@@ -29,17 +29,47 @@ MUTATIONS = [
         CPU + "test_group.py",
     ),
     Mutation(
-        "mok_modular/swap.py",
+        "mok_modular/swap_window.py",
         'num_generations - 1 - generation if self.call.kind == "forward" else generation',
         "generation",
         CPU + "test_swap.py -k reference_in_place",
     ),
-    Mutation("mok_modular/swap.py", "- self.first_row\n", "\n", CPU + "test_swap.py -k reference_in_place"),
+    Mutation("mok_modular/swap_window.py", "- self.first_row\n", "\n", CPU + "test_swap.py -k reference_in_place"),
     Mutation(
         "mok_modular/swap.py",
         "self.errors[rank] = error\n",
         "pass\n",
         CPU + "test_swap.py -k an_exception",
+    ),
+    Mutation(
+        "mok_modular/swap_backward.py",
+        "int(end[expert]) > window.num_rows",
+        "int(end[expert]) >= window.num_rows",
+        CPU + "test_swap_backward.py -k reference_in_place",
+    ),
+    Mutation(
+        "mok_modular/swap_backward.py",
+        "out.float() + sums if _is_added(tensors) else sums",
+        "sums",
+        CPU + "test_swap_backward.py -k main_grads",
+    ),
+    Mutation(
+        "mok_modular/swap_backward.py",
+        'tensors.get(f"w_dgrad_{name}", tensors[f"w_routed_{name}"])',
+        'tensors[f"w_routed_{name}"]',
+        CPU + "test_swap_backward.py -k own_axis",
+    ),
+    Mutation(
+        "mok_modular/swap_backward.py",
+        "d_router.where(mask, 0)",
+        "d_router",
+        CPU + "test_swap_backward.py -k reference_in_place",
+    ),
+    Mutation(
+        "mok_modular/testing/contract_backward.py",
+        "_group_sums(d_h * h),",
+        "_group_sums(d_h * h * w),",
+        CPU + "test_contract_backward.py -k our_own",
     ),
     Mutation(
         "mok_modular/trace.py",
@@ -206,7 +236,19 @@ MUTATIONS = [
         "signals.add(Edge::carry_done, carry_index(call, 0, macrobatch));",
         CPU + "test_faults.py -k backward",
     ),
+    Mutation(
+        "csrc/stages/swiglu_backward.h",
+        "out.router = d_hidden * hidden;",
+        "out.router = weighted * hidden;",
+        CPU + "test_contract_backward.py -k our_own",
+    ),
     # ---- the host target ----
+    Mutation(
+        "csrc/targets/host/swapped.cpp",
+        "return windowed<SwappedWgrad>;",
+        "return windowed<Wgrad>;",
+        CPU + "test_swap_backward.py -k one_carry",
+    ),
     Mutation(
         "csrc/targets/host/workspace.cpp",
         "words[word_offset(Edge::done, parity, src, shape_)] = agreed.call;",

@@ -374,7 +374,12 @@ NB_MODULE(_host, m) {
       .def(nb::init<int>(), "num_ranks"_a)
       .def("reserve", &Workspace::reserve, "shape"_a)
       .def("reset", &Workspace::reset)
-      .def("satisfy", &Workspace::satisfy, "fingerprint"_a)
+      .def(
+          "satisfy",
+          [](Workspace& self, unsigned fingerprint, const std::string& kind) {
+            self.satisfy(fingerprint, call_kind_by_name(kind));
+          },
+          "fingerprint"_a, "kind"_a = "forward")
       .def("interrupt", &Workspace::interrupt)
       .def("num_bytes", &Workspace::num_bytes)
       .def("epochs", &Workspace::epochs, "rank"_a)

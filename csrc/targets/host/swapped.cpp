@@ -5,6 +5,14 @@
 namespace mok::host {
 namespace {
 
+// A swapped wgrad keeps its carries itself: none takes another's place. The wait for that would be for the same kernel.
+struct SwappedWgrad : Wgrad {
+  template <class W>
+  static bool needs(const Args& args, const Task& task, Signals<W>& signals) {
+    return needs_operands(args, task, signals);
+  }
+};
+
 // All waits of the launch, the function once, all signals: as a kernel of its own does that is launched when the
 // kernels before it have ended. A task waits only for kernels before it and for other ranks, so this is no deadlock.
 // One worker; false: the call is over.
@@ -62,6 +70,18 @@ Kernel find_swapped_kernel(Stage stage) {
       return windowed<Down>;
     case Stage::combine:
       return windowed<CombinePush>;
+    case Stage::reverse_combine:
+      return windowed<ReverseCombine>;
+    case Stage::down_dgrad:
+      return windowed<DownDgrad>;
+    case Stage::swiglu_backward:
+      return windowed<SwigluBackward>;
+    case Stage::gate_up_dgrad:
+      return windowed<GateUpDgrad>;
+    case Stage::reverse_dispatch:
+      return windowed<ReverseDispatch>;
+    case Stage::wgrad:
+      return windowed<SwappedWgrad>;
     case Stage::reduce:
       return reduce;
     default:

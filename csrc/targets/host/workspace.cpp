@@ -103,13 +103,14 @@ void Workspace::reset() {
   }
 }
 
-void Workspace::satisfy(uint32 fingerprint) {
-  constexpr Edge kCounters[] = {Edge::x_ready,   Edge::gate_up_ready,       Edge::hidden_ready, Edge::y_ready,
-                                Edge::slot_free, Edge::shared_hidden_ready, Edge::shared_ready, Edge::published};
+void Workspace::satisfy(uint32 fingerprint, CallKind kind) {
+  constexpr Edge kCounters[] = {Edge::x_ready,   Edge::gate_up_ready,       Edge::hidden_ready,    Edge::y_ready,
+                                Edge::slot_free, Edge::shared_hidden_ready, Edge::shared_ready,    Edge::published,
+                                Edge::d_y_ready, Edge::d_hidden_ready,      Edge::d_gate_up_ready, Edge::d_x_ready};
   for (int rank = 0; rank < num_ranks_; ++rank) {
     Call call;
     call.shape = shape_;
-    call.kind = CallKind::forward;
+    call.kind = kind;
     call.fingerprint = fingerprint;
     call.rank = rank;
     call.regions = table(rank);

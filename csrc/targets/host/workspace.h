@@ -34,10 +34,10 @@ class Workspace {
   // value above all others, and the generation moves on, so that a stale abort is ignored.
   void reset();
 
-  // Makes every wait of the next forward call true beforehand, so that one stage can run alone on data that is
-  // laid out for it. Tickets and what counts a kernel's own arrivals (exited, pushed) are left as they are: the
+  // Makes every wait of the next call true beforehand, of a forward or a backward, so that one stage can run alone on
+  // data that is laid out for it. Tickets and what counts a kernel's own arrivals (exited, pushed) are left as they are: the
   // stage uses them as ever. `fingerprint` is that of the calls to come.
-  void satisfy(uint32 fingerprint);
+  void satisfy(uint32 fingerprint, CallKind kind);
 
   std::vector<Word> epochs(int rank) const;  // call, schedule, order, generation
   std::size_t num_bytes() const;
