@@ -190,8 +190,8 @@ MUTATIONS = [
     ),
     Mutation(
         "csrc/stages/reverse_combine.h",
-        "return wait_slot_free(args.call, task.block, signals) && wait_row_sources",
-        "return wait_row_sources",
+        "return wait_slot_free(args.call, task.block, signals) &&",
+        "return",
         CPU + "test_explore.py -k same_edges",
     ),
     Mutation(
