@@ -80,7 +80,6 @@ constexpr Group kWholeBackward = kReplay | group_of(Stage::reverse_combine, Stag
 
 // Rows per task of the copy stages and of standalone swiglu; tokens per task of reduce. Fixed here because writers and readers of a signal must agree on them.
 constexpr int kCopyRows = 16;
-constexpr int kLinkCopyRows = 8;  // of a dispatch over links, beside the products that wait for it
 constexpr int kPublishRows = 8;
 constexpr int kElementRows = 32;
 constexpr int kReduceTokens = 8;

@@ -12,11 +12,6 @@ MOK_DEVICE int32 num_publish_tasks(const Call& call) {
   return call.is_input_in_place() ? 1 : max_of(1, ceil_div(call.num_tokens, kPublishRows));
 }
 MOK_DEVICE int32 num_copy_tasks(const Shape& s) { return s.row_block() / kCopyRows; }
-// Rows of a task of a pull dispatch: fewer over links beside gate_up. All workers share a link, so that the first row block
-// comes when their first tasks end, all at about the same time.
-MOK_DEVICE int32 dispatch_rows(const Call& call) {
-  return call.shape.num_ranks > 1 && call.share_kernel(Stage::dispatch, Stage::gate_up) ? kLinkCopyRows : kCopyRows;
-}
 MOK_DEVICE int32 num_down_dgrad_tiles(const Shape& s) { return ceil_div(s.intermediate_size, kDownCols); }
 MOK_DEVICE int32 num_shared_down_dgrad_tiles(const Shape& s) { return ceil_div(s.shared_size, kDownCols); }
 
@@ -43,7 +38,7 @@ MOK_DEVICE int32 arrivals(Edge edge, const Call& call) {
   const Shape& s = call.shape;
   switch (edge) {
     case Edge::x_ready:
-      return s.row_block() / dispatch_rows(call);
+      return num_copy_tasks(s);
     case Edge::gate_up_ready:
       return num_gate_up_tiles(s);
     case Edge::hidden_ready:

@@ -207,7 +207,6 @@ class TaskSequence {
     const Shape& s = args_.call.shape;
     switch (stage_) {
       case Stage::dispatch:
-        return s.row_block() / dispatch_rows(args_.call);
       case Stage::combine:
       case Stage::reverse_combine:
       case Stage::reverse_dispatch:

@@ -15,11 +15,11 @@ namespace mok {
 
 // The sources of a copy task's rows have published their input.
 template <class Worker>
-MOK_DEVICE bool wait_row_sources(const Call& call, int32 block, TaskRows rows, Signals<Worker>& signals) {
+MOK_DEVICE bool wait_row_sources(const Call& call, const Task& task, Signals<Worker>& signals) {
   SeenRanks& seen = signals.seen_inputs();
   if (seen.count() == call.shape.num_ranks) return true;
-  const int32 num_rows = num_valid_rows(call, block, rows.first, rows.count);
-  const int32* src_rank = call.schedule.peer_rank + int64{block} * call.shape.row_block() + rows.first;
+  const int32 first = task.part * kCopyRows, num_rows = num_valid_rows(call, task.block, first, kCopyRows);
+  const int32* src_rank = call.schedule.peer_rank + int64{task.block} * call.shape.row_block() + first;
   for (int32 i = 0; i < num_rows; ++i)
     if (!signals.wait_rank_once(Edge::input_ready, src_rank[i], seen)) return false;
   return true;
@@ -44,19 +44,17 @@ struct DispatchPull {
   template <class Worker>
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
     const Call& call = args.call;
-    const TaskRows rows = dispatch_rows_of(call, task);
-    return wait_slot_free(call, task.block, signals) && wait_row_sources(call, task.block, rows, signals) &&
-           (!call.shape.is_pull_once || wait_rows_here(call, task.block, rows, signals));
+    return wait_slot_free(call, task.block, signals) && wait_row_sources(call, task, signals) &&
+           (!call.shape.is_pull_once || wait_rows_here(call, task, signals));
   }
 
   template <class Worker>
   MOK_DEVICE static void tile(const Args& args, Worker& worker, const Task& task) {
     const Call& call = args.call;
     const int32 row_block = call.shape.row_block();
-    const TaskRows rows = dispatch_rows_of(call, task);
     pull_token_rows(
-        call, worker, task.block, rows, call.shape.is_mxfp8_wire() ? Region::x_quantized : Region::x,
-        [&](int32 i) { return x_row(call, task.block, rows.first + i); },
+        call, worker, task, call.shape.is_mxfp8_wire() ? Region::x_quantized : Region::x,
+        [&](int32 i) { return x_row(call, task.block, task.part * kCopyRows + i); },
         [&](int32 row) -> const bf16* {
           const int32 from = row_here(call, row);
           return from < 0 ? nullptr : x_row(call, from / row_block, from % row_block);
@@ -69,18 +67,17 @@ struct DispatchPull {
   }
 
   MOK_DEVICE static Cost cost(const Call& call, const Task& task) {
-    const TaskRows all = dispatch_rows_of(call, task);
-    const int64 rows = num_valid_rows(call, task.block, all.first, all.count);
+    const int64 rows = num_valid_rows(call, task.block, task.part * kCopyRows, kCopyRows);
     return Cost{rows, token_rows_bytes(call, rows), 0};
   }
 
  private:
   // Neighbours mostly come from one block.
   template <class Worker>
-  MOK_DEVICE static bool wait_rows_here(const Call& call, int32 block, TaskRows rows, Signals<Worker>& signals) {
-    const int32 first = block * call.shape.row_block() + rows.first;
+  MOK_DEVICE static bool wait_rows_here(const Call& call, const Task& task, Signals<Worker>& signals) {
+    const int32 first = task.block * call.shape.row_block() + task.part * kCopyRows;
     int32 seen = -1;
-    for (int32 i = 0; i < rows.count; ++i) {
+    for (int32 i = 0; i < kCopyRows; ++i) {
       const int32 from = row_here(call, first + i);
       if (from < 0 || from / call.shape.row_block() == seen) continue;
       seen = from / call.shape.row_block();

@@ -14,8 +14,7 @@ struct ReverseCombine {
 
   template <class Worker>
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
-    return wait_slot_free(args.call, task.block, signals) &&
-           wait_row_sources(args.call, task.block, copy_rows_of(task), signals);
+    return wait_slot_free(args.call, task.block, signals) && wait_row_sources(args.call, task, signals);
   }
 
   template <class Worker>
@@ -24,8 +23,7 @@ struct ReverseCombine {
     const int32 first_in_block = task.part * kCopyRows;
     const int64 first = int64{task.block} * call.shape.row_block() + first_in_block;
     pull_token_rows(
-        call, worker, task.block, copy_rows_of(task), Region::d_output,
-        [&](int32 i) { return d_y_row(call, task.block, first_in_block + i); },
+        call, worker, task, Region::d_output, [&](int32 i) { return d_y_row(call, task.block, first_in_block + i); },
         [](int32) -> const bf16* { return nullptr; });
     float* weights = row_weight(call, task.block, first_in_block);
     worker.for_each(kCopyRows, [&](int32 i) {

@@ -113,6 +113,9 @@ struct ScheduleStage {
   }
 
  private:
+  // Values that one thread adds up are read so many at a time: a store between two loads would cost a round trip each.
+  static constexpr int32 kBatch = 8;
+
   // Ids of a source rank in this epoch's region.
   MOK_DEVICE static int32* ids_at(const Args& args, int32 at_rank, int32 src_rank) {
     const Shape& s = args.call.shape;
@@ -167,9 +170,21 @@ struct ScheduleStage {
     const int32* ids = ids_at(args, call.rank, task.src_rank) + task.chunk * kScheduleChunk;
     const int32 count = num_ids(args, task);
     worker.for_each(call.shape.num_experts(), [&](int64 expert) { histogram[expert] = 0; });
+    clear_rows(call, worker, task.src_rank * call.shape.chunks_per_rank() + task.chunk, num_chunks(call));
     worker.sync();
     worker.for_each(count, [&](int64 i) {
       if (ids[i] >= 0) worker.add_relaxed(&histogram[ids[i]], 1);
+    });
+  }
+
+  // A part of the table of rows: what is not placed later is padding.
+  template <class Worker>
+  MOK_DEVICE static void clear_rows(const Call& call, Worker& worker, int32 part, int32 num_parts) {
+    const int32 share = ceil_div(call.shape.capacity_rows, num_parts);
+    const int64 first = int64{part} * share;
+    worker.for_each(max_of(int64{0}, min_of(int64{share}, call.shape.capacity_rows - first)), [&](int64 i) {
+      call.schedule.peer_rank[first + i] = -1;
+      call.schedule.peer_token_idx[first + i] = -1;
     });
   }
 
@@ -178,26 +193,33 @@ struct ScheduleStage {
   MOK_DEVICE static void layout_tile(const Args& args, Worker& worker) {
     const Call& call = args.call;
     const Shape& s = call.shape;
+    if (num_chunks(call) == 0) clear_rows(call, worker, 0, 1);  // nobody counts
     worker.for_each(int64{s.num_ranks} * s.num_experts(), [&](int64 i) {
       const int32 src = static_cast<int32>(i / s.num_experts()), expert = static_cast<int32>(i % s.num_experts());
       int32 total = 0;
-      for (int32 chunk = 0; chunk < s.chunks_per_rank(); ++chunk) {
-        int32* cell = histogram_of(call, src, chunk) + expert;
-        const int32 here = *cell;
-        *cell = total;
-        total += here;
+      for (int32 begin = 0; begin < s.chunks_per_rank(); begin += kBatch) {
+        int32* cells = histogram_of(call, src, begin) + expert;
+        const int32 num = min_of(kBatch, s.chunks_per_rank() - begin);
+        int32 here[kBatch];
+        MOK_UNROLL
+        for (int32 i = 0; i < kBatch; ++i) here[i] = i < num ? cells[int64{i} * s.num_experts()] : 0;
+        MOK_UNROLL
+        for (int32 i = 0; i < kBatch; ++i) {
+          if (i < num) cells[int64{i} * s.num_experts()] = total;
+          total += here[i];
+        }
       }
       totals_of(call, src)[expert] = total;
     });
     worker.sync();
+    worker.for_each(s.num_local_experts, [&](int64 local) {
+      call.schedule.segment_num_rows[local] =
+          expert_total(call, call.rank * s.num_local_experts + static_cast<int32>(local));
+    });
+    worker.sync();
     worker.once([&] { layout_segments(args, worker); });
     worker.sync();
-    const int32 rows = num_rows(call);
-    worker.for_each(call.shape.capacity_rows, [&](int64 row) {
-      call.schedule.peer_rank[row] = -1;
-      call.schedule.peer_token_idx[row] = -1;
-    });
-    worker.for_each(rows / s.row_block(), [&](int64 block) {
+    worker.for_each(num_rows(call) / s.row_block(), [&](int64 block) {
       int32 expert = 0;
       while (call.schedule.segment_start[expert + 1] <= block * s.row_block()) ++expert;
       call.schedule.row_block_expert[block] = expert;
@@ -219,11 +241,16 @@ struct ScheduleStage {
     const Schedule& schedule = call.schedule;
     int64 start = 0;
     int32 num_routes = 0;
-    for (int32 local = 0; local < s.num_local_experts; ++local) {
-      const int32 total = expert_total(call, call.rank * s.num_local_experts + local);
-      schedule.segment_start[local] = static_cast<int32>(start);
-      schedule.segment_num_rows[local] = total;
-      start += ceil_div(int64{total}, int64{s.row_block()}) * s.row_block();
+    for (int32 begin = 0; begin < s.num_local_experts; begin += kBatch) {
+      int32 num_rows[kBatch];
+      MOK_UNROLL
+      for (int32 i = 0; i < kBatch; ++i)
+        num_rows[i] = begin + i < s.num_local_experts ? schedule.segment_num_rows[begin + i] : 0;
+      MOK_UNROLL
+      for (int32 i = 0; i < kBatch; ++i) {
+        if (begin + i < s.num_local_experts) schedule.segment_start[begin + i] = static_cast<int32>(start);
+        start += ceil_div(int64{num_rows[i]}, int64{s.row_block()}) * s.row_block();
+      }
     }
     for (int32 expert = 0; expert < s.num_experts(); ++expert) num_routes += totals_of(call, call.rank)[expert];
     // More rows than planned: none is placed, and the caller raises an error with both numbers.

@@ -24,16 +24,6 @@ struct Cost {
   int64 num_flops = 0;
 };
 
-// Rows [first, first + count) of a row block: those of one copy task.
-struct TaskRows {
-  int32 first, count;
-};
-MOK_DEVICE TaskRows copy_rows_of(const Task& task) { return TaskRows{task.part * kCopyRows, kCopyRows}; }
-MOK_DEVICE TaskRows dispatch_rows_of(const Call& call, const Task& task) {
-  const int32 count = dispatch_rows(call);
-  return TaskRows{task.part * count, count};
-}
-
 // The real rows (not padding) of `count` rows of a row block from `first` on.
 MOK_DEVICE int32 num_valid_rows(const Call& call, int32 block, int32 first, int32 count) {
   const int32 expert = call.schedule.row_block_expert[block];

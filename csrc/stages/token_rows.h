@@ -68,12 +68,12 @@ MOK_DEVICE void bring_rows(const Call& call, Worker& worker, int32 count, Dst&& 
   });
 }
 
-// Rows of a block to dst(i), each from its token's row of a region of its source; padding: zeros. `here(row)`:
+// The rows of a copy task to dst(i), each from its token's row of a region of its source; padding: zeros. `here(row)`:
 // where this rank has the row already, or null.
 template <class Worker, class Dst, class Here>
-MOK_DEVICE void pull_token_rows(const Call& call, Worker& worker, int32 block, TaskRows rows, Region region, Dst&& dst,
+MOK_DEVICE void pull_token_rows(const Call& call, Worker& worker, const Task& task, Region region, Dst&& dst,
                                 Here&& here) {
-  const int32 first = block * call.shape.row_block() + rows.first;
+  const int32 first = task.block * call.shape.row_block() + task.part * kCopyRows;
   const int64 pitch = call.shape.token_row_bytes();
   const auto source = [&](int32 i) -> const char* {
     const int32 src_rank = call.schedule.peer_rank[first + i];
@@ -82,16 +82,16 @@ MOK_DEVICE void pull_token_rows(const Call& call, Worker& worker, int32 block, T
     return call.peer<char>(region, src_rank) + call.schedule.peer_token_idx[first + i] / call.shape.topk * pitch;
   };
   if (!call.shape.is_mxfp8_wire())
-    return bring_rows(call, worker, rows.count, dst, [&](int32 i) { return reinterpret_cast<const bf16*>(source(i)); });
+    return bring_rows(call, worker, kCopyRows, dst, [&](int32 i) { return reinterpret_cast<const bf16*>(source(i)); });
   const int32 width = call.shape.hidden_size, num_blocks = width / kMxBlock;
-  worker.for_each(rows.count * num_blocks, [&](int32 i) {
-    const int32 row = i / num_blocks, mx_block = i % num_blocks;
-    auto* to = reinterpret_cast<bf16x8*>(dst(row)) + 4 * mx_block;
+  worker.for_each(kCopyRows * num_blocks, [&](int32 i) {
+    const int32 row = i / num_blocks, block = i % num_blocks;
+    auto* to = reinterpret_cast<bf16x8*>(dst(row)) + 4 * block;
     const char* from = source(row);
-    const uint32 scale = from ? reinterpret_cast<const unsigned char*>(from)[width + mx_block] : 0;
+    const uint32 scale = from ? reinterpret_cast<const unsigned char*>(from)[width + block] : 0;
     MOK_UNROLL
     for (int32 v = 0; v < 4; ++v)
-      to[v] = from ? from_e4m3x8(reinterpret_cast<const uint64*>(from)[4 * mx_block + v], scale) : bf16x8{};
+      to[v] = from ? from_e4m3x8(reinterpret_cast<const uint64*>(from)[4 * block + v], scale) : bf16x8{};
   });
 }
 

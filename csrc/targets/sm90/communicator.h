@@ -25,8 +25,9 @@ class CommWorker {
     mbarrier_init_fence();
     __syncwarp();
   }
-  MOK_DEVICE void begin_call([[maybe_unused]] const Args& args) {
+  MOK_DEVICE void begin_call(const Args& args) {
     seen_inputs = seen_dones = SeenRanks{};
+    has_peers_ = args.call.shape.num_ranks > 1;
     MOK_TRACED(if (is_leader()) waiter_.track->begin_call(args);)
   }
 
@@ -79,15 +80,18 @@ class CommWorker {
  private:
   MOK_DEVICE static int32 first_row(uint32 rows) { return __ffs(static_cast<int>(rows)) - 1; }
 
-  // Chunk after chunk of the rows in `rows`: loads run kCommChunks - 1 ahead of stores.
+  // Chunk after chunk of the rows in `rows`. A store holds its chunk until it is read, about as long as a load from this
+  // GPU's memory takes, so there a few of both are under way; over links loads take longest, and get all chunks but one.
   MOK_DEVICE void copy(uint32 rows, int32 size, uint64 to, uint64 from) {
     if (rows == 0) return;
     if (is_leader()) fence_proxy_async();  // what others wrote, acquired by the leader, before copies of this proxy
     const uint32 chunks = smem_address(ring_.chunks[0]), full = smem_address(ring_.full);
     uint32 load_rows = rows;
     int32 load_offset = 0, store_offset = 0, in_flight = 0;
+    const bool is_local = !has_peers_ || waiter_.task.stage == Stage::publish;
+    const int32 max_in_flight = kCommChunks - (is_local ? kLocalStores : 1);
     while (rows != 0) {
-      while (load_rows != 0 && in_flight < kCommChunks - 1) {
+      while (load_rows != 0 && in_flight < max_in_flight) {
         const uint64 at = __shfl_sync(0xffffffffu, from, first_row(load_rows)) + load_offset;
         const uint32 num = static_cast<uint32>(min_of(kCommChunkBytes, size - load_offset));
         if (is_leader()) {
@@ -105,7 +109,11 @@ class CommWorker {
       if (is_leader()) {
         bulk_store(reinterpret_cast<void*>(at), chunks + stored_.slot * kCommChunkBytes, num, evict_normal());
         bulk_commit();
-        bulk_wait_read<1>();  // the chunk before this one may be loaded again
+        // The chunk before this one, or that many before it, may be loaded again.
+        if (is_local)
+          bulk_wait_read<kLocalStores>();
+        else
+          bulk_wait_read<1>();
       }
       stored_.advance();
       --in_flight;
@@ -115,8 +123,11 @@ class CommWorker {
     __syncwarp();
   }
 
+  static constexpr int32 kLocalStores = 3;
+
   CommRing& ring_;
   const int32 num_workers_;
+  bool has_peers_ = false;
   Position<kCommChunks> loaded_, stored_;
   cuda::Waiter waiter_;
 };
