@@ -79,6 +79,7 @@ def bits_bars(num_runs: int = 1000, num_other_runs: int = 20) -> Iterator[Bar]:
         {"ring": "serial"},
         {"signal_grain": "minibatch"},
         {**FULL_RING, "dispatch": "push"},
+        {**FULL_RING, "dispatch": "pull_once"},
         {**FULL_RING, "combine": "pull"},
         FULL_RING,
     ):
