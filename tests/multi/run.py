@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node=4 tests/multi/run.py
     torchrun --nproc-per-node=2 tests/multi/run.py --cases bits,late --bodies nvshmem --repeats 10
+    torchrun --nproc-per-node=4 tests/multi/run.py --group-size 2     # groups smaller than the world, side by side
 
 Ranks take the GPUs in turn. Each case runs on every rank, which checks its own part and raises; `ok` is printed once a
 case. The last case, `killed`, loses a rank for good: the others must say so and end.
@@ -65,11 +66,11 @@ class Data:
 class Rank:
     """This process, and what the cases need of it."""
 
-    def __init__(self, signals: str) -> None:
-        self.group = distributed.group.WORLD
-        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+    def __init__(self, signals: str, group: Any) -> None:
+        self.group = group
+        self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
         self.device = torch.device(f"cuda:{torch.cuda.current_device()}")
-        self.num_sharing = -(-self.size // torch.cuda.device_count())
+        self.num_sharing = -(-distributed.get_world_size() // torch.cuda.device_count())
         self.signals = signals
         self.repeats = 100
 
@@ -373,17 +374,30 @@ CASES: dict[str, Callable[[Rank], None]] = {
 }
 
 
+def my_group(size: int) -> Any:
+    """This process's group of `size` ranks that follow one another; every process makes all of them."""
+    world = distributed.get_world_size()
+    if size < 1 or world % size:
+        raise SystemExit(f"--group-size must divide the world of {world} ranks, got {size}")
+    if size == world:
+        return distributed.group.WORLD
+    groups = [distributed.new_group(list(range(first, first + size))) for first in range(0, world, size)]
+    return groups[distributed.get_rank() // size]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated, of " + ", ".join(CASES))
     parser.add_argument("--bodies", default="direct,nvshmem", help="bodies, comma-separated")
     parser.add_argument("--repeats", type=int, default=100, help="runs of the case bits")
+    parser.add_argument("--group-size", type=int, help="ranks of an expert-parallel group (the world); a divisor of it")
     options = parser.parse_args()
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     distributed.init_process_group("gloo")
+    group = my_group(options.group_size or distributed.get_world_size())
     names, bodies = options.cases.split(","), options.bodies.split(",")
     for signals in bodies:
-        rank = Rank(signals)
+        rank = Rank(signals, group)
         rank.repeats = options.repeats
         for name in names:
             if name == "killed" and signals != bodies[-1]:
@@ -396,7 +410,7 @@ def main() -> int:
                 traceback.print_exc()
                 sys.stderr.flush()
                 os._exit(1)
-            if rank.rank == 0:
+            if distributed.get_rank() == 0:
                 print(f"ok {name} ({signals}) on {rank.size} ranks: {time.monotonic() - begin:.2f} s", flush=True)
     return 0
 

@@ -48,6 +48,14 @@ def test_layer_under_torchrun(num_ranks: int, signals: str) -> None:
     assert done.stdout.count(f"({signals}) on {num_ranks} ranks") == 9, done.stdout
 
 
+def test_groups_smaller_than_the_world() -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", "--standalone"]
+    command = [*launcher, str(SCRIPT), "--group-size", "2", "--bodies", "direct", "--repeats", "20"]
+    done = subprocess.run(command, timeout=TIMEOUT_S, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    assert done.stdout.count("(direct) on 2 ranks") == 9, done.stdout
+
+
 def test_killed_process_is_named_and_the_others_end() -> None:
     """Without torchrun, which would end the others itself: a rank is killed by SIGKILL."""
     num_ranks = 2 * torch.cuda.device_count()  # NVSHMEM wants as many on every GPU
