@@ -4,13 +4,12 @@ from mok_modular.testing import faults
 from mok_modular.testing.capture import capture
 from mok_modular.testing.contract import ContractReport, check_stage
 from mok_modular.testing.replay import REPLAYED, StageReplay, replay_stage
-from mok_modular.testing.workload import (
+from mok_modular.testing.runs import (
     MAX_RATIO,
     ForwardResult,
     PassesResult,
     StageStats,
     TensorCheck,
-    Workload,
     check_forward,
     check_passes,
     check_tensors,
@@ -19,6 +18,7 @@ from mok_modular.testing.workload import (
     run_passes,
     run_passes_plans,
 )
+from mok_modular.testing.workload import Workload
 
 __all__ = [
     "MAX_RATIO",

@@ -29,7 +29,8 @@ from mok_modular.stages import (
     swiglu_backward,
     wgrad,
 )
-from mok_modular.testing.workload import TensorCheck, Workload, compare
+from mok_modular.testing.runs import TensorCheck, compare
+from mok_modular.testing.workload import Workload
 
 REPLAYED = (
     "schedule",
