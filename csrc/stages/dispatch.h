@@ -45,8 +45,14 @@ struct DispatchPull {
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
     const Call& call = args.call;
     const TaskRows rows = dispatch_rows_of(call, task);
-    return wait_slot_free(call, task.block, signals) && wait_row_sources(call, task.block, rows, signals) &&
+    return needs_sources(call, task, rows, signals) &&
            (!call.shape.is_pull_once || wait_rows_here(call, task.block, rows, signals));
+  }
+
+  // Without the rows that are copied inside this rank.
+  template <class Worker>
+  MOK_DEVICE static bool needs_sources(const Call& call, const Task& task, TaskRows rows, Signals<Worker>& signals) {
+    return wait_slot_free(call, task.block, signals) && wait_row_sources(call, task.block, rows, signals);
   }
 
   template <class Worker>

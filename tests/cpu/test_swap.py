@@ -89,6 +89,27 @@ def test_counts_that_differ(name: str) -> None:
         assert_right(workload, run(workload, config))
 
 
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("mode", ["split", MODES["dispatch"]])
+def test_dispatch_without_peers(mode: str, precision: str) -> None:
+    """One rank publishes nothing in a forward: the function gets the caller's own tokens."""
+    workload = make_workload([140], E=3, K=2, H=128, I=256, S=128, precision=precision)
+    options: dict[str, Any] = {"mode": mode, **SMALL_RING}
+    got = run(workload, MoKConfig(**options, stages={"dispatch": stages.dispatch.reference}))
+    assert same_bits(got, run(workload, MoKConfig(**options)))
+
+
+@pytest.mark.parametrize("executor", ["fibers", "threads"])
+@pytest.mark.parametrize("grain", ["row_block", "minibatch"])
+def test_dispatch_of_rows_that_come_once(grain: str, executor: str) -> None:
+    """Tokens of several experts of a rank, in several row blocks: a function has no rows of its own to wait for."""
+    routing = lambda rank, count, _: (torch.arange(count)[:, None] + torch.arange(3)) % 6  # noqa: E731
+    workload = make_workload([400, 90], E=6, K=3, routing=routing)
+    options: dict[str, Any] = {"mode": "split", **FULL_RING, "dispatch": "pull_once", "signal_grain": grain}
+    swapped = MoKConfig(**options, stages={"dispatch": stages.dispatch.reference})
+    assert same_bits(run(workload, swapped, executor=executor), run(workload, MoKConfig(**options)))
+
+
 def test_window_and_number_of_rows(workload: Workload) -> None:
     """Sizes do not depend on the routing; the number of rows is a tensor."""
     seen = []
