@@ -212,6 +212,30 @@ def test_an_exception_in_a_function(workload: Workload, executor: str) -> None:
         run(workload, config)
 
 
+@pytest.mark.parametrize("executor", ["fibers", "threads"])
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, StopIteration])
+def test_what_is_no_ordinary_exception_hangs_nobody(
+    workload: Workload, kind: type[BaseException], executor: str
+) -> None:
+    """sys.exit in a function, or pytest.fail: the peers hear of it, and a reset mends the workspace."""
+
+    def swiglu(*_: Any, **__: Any) -> Tensor:
+        raise kind("mine")
+
+    config = MoKConfig(mode="split", **SMALL_RING, stages={"swiglu": swiglu}, start_timeout_s=20)
+
+    def step(member: Any) -> Tensor:
+        workspace = workspace_for(workload, member, config)
+        with pytest.raises((kind, MoKPeerError), match="mine"):
+            call(workload, workspace, config)
+        workspace.reset()
+        return call(workload, workspace, MoKConfig(mode="split", **SMALL_RING))
+
+    assert_right(workload, torch.cat(LocalGroup(2, executor=executor).run(step)))
+    with pytest.raises(kind, match="mine"):
+        run(workload, config, executor=executor)
+
+
 @pytest.mark.parametrize(
     ("result", "message"),
     [
