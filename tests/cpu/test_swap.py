@@ -276,6 +276,14 @@ def test_wrong_stages(options: dict[str, Any], kind: type[Exception], message: s
         MoKConfig(**options)
 
 
+def test_a_config_keeps_what_it_was_given() -> None:
+    given: dict[str, Any] = {"swiglu": stages.swiglu.reference}
+    config = MoKConfig(mode="split", stages=given)
+    given["bogus"] = 3
+    assert config.stages == {"swiglu": stages.swiglu.reference}
+    assert config == MoKConfig(mode="split", stages={"swiglu": stages.swiglu.reference})
+
+
 # ---- the contract ----
 
 
