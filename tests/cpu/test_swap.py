@@ -457,6 +457,27 @@ def test_a_broken_rule_is_named(name: str, function: Callable[..., Any], rule: s
     assert "BROKEN" in str(report)
 
 
+def test_a_function_is_called_as_in_a_layer() -> None:
+    """With all arguments: one without defaults is right too."""
+
+    def swiglu(gate: Tensor, up: Tensor, limit: float | None, num_rows: Tensor) -> Tensor:
+        return reference("swiglu")(gate, up, limit, num_rows=num_rows)
+
+    report = check_stage("swiglu", swiglu)
+    assert report.is_ok, str(report)
+
+
+def test_an_exception_where_order_is_looked_at_is_a_finding() -> None:
+    def swiglu(gate: Tensor, up: Tensor, limit: float | None = None, *, num_rows: Any = None) -> Tensor:
+        if len(gate) == 7:
+            raise RuntimeError("seven rows")
+        return reference("swiglu")(gate, up, limit, num_rows=num_rows)
+
+    report = check_stage("swiglu", swiglu)
+    assert report.broken == ["runs"]
+    assert "order: RuntimeError: seven rows" in str(report)
+
+
 def test_contract_arguments() -> None:
     with pytest.raises(ValueError, match="stages with a contract are dispatch"):
         check_stage("schedule", len)
