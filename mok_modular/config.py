@@ -110,6 +110,7 @@ class MoKConfig:
             is_push_dispatch=self.dispatch == "push",
             is_pull_combine=self.combine == "pull",
         )
+        object.__setattr__(self, "stages", dict(self.stages))  # what becomes of the caller's own is no change here
         _check_choice("signals", self.signals, ("direct", "nvshmem"))
 
     @property

@@ -165,7 +165,7 @@ class LocalGroup:
         is_checked_later: bool = False,
     ) -> Any:
         """One collective call of `rank`. The last to come runs `act(payloads by rank)`, which returns what each
-        rank gets: a value, or an Exception that is raised there. A payload that is an Exception is raised here
+        rank gets: a value, or an exception that is raised there. A payload that is an Exception is raised here
         and ends the round for everybody else with a MoKPeerError. So do calls of different names, unless `act`
         sees for itself that they differ (`is_checked_later`, on every rank).
 
@@ -201,7 +201,7 @@ class LocalGroup:
             raise this.error(rank)
         assert this.results is not None
         result = this.results[rank]
-        if isinstance(result, Exception):
+        if isinstance(result, BaseException):
             raise result
         return result
 

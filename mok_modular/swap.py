@@ -106,7 +106,7 @@ class Swap:
         self.shared = shared
         self.calls = calls
         self.ring_rows = ring_rows
-        self.errors: dict[int, Exception] = {}
+        self.errors: dict[int, BaseException] = {}
         # By rank and weight: the expert whose rows go on in the next generation, and its sums so far.
         self.carries: dict[tuple[int, str], tuple[int, Tensor]] = {}
 
@@ -128,7 +128,7 @@ class Swap:
             try:
                 with torch.no_grad():
                     work(function, Window(self, rank, generation or 0))
-            except Exception as error:  # raised again on its own rank when all have stopped
+            except BaseException as error:  # SystemExit too: raised again on its own rank when all have stopped
                 what = "" if stage == name else f" for {stage}"
                 error.add_note(f"in stages[{name!r}]{what} on rank {rank}; it is called as {_signature(name)}")
                 self.errors[rank] = error

@@ -202,7 +202,7 @@ class SharedWorkspace:
 
     # ---- running ----
 
-    def run(self, calls: Sequence[Call]) -> list[Exception | None]:
+    def run(self, calls: Sequence[Call]) -> Sequence[BaseException | None]:
         """Runs one call of every rank to its end; returns what each rank must raise, or None."""
         if self.failure is not None:
             text = f"an earlier call on this workspace failed; call workspace.reset() on every rank ({self.failure})"
@@ -255,7 +255,8 @@ class SharedWorkspace:
         if swap.errors:
             rank = next(iter(swap.errors))
             peer_error = MoKPeerError(swap.describe(rank), rank)
-            errors = [swap.errors.get(each, peer_error) for each in range(len(calls))]
+            self.failure = peer_error
+            return [swap.errors.get(each, peer_error) for each in range(len(calls))]
         self.failure = errors[0]
         return list(errors)
 

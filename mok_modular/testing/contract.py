@@ -93,7 +93,10 @@ def check_stage(name: str, f: Callable[..., Any]) -> ContractReport:
         for case in _CASES[name]():
             _check_case(report, f, case)
         if report.is_ok:
-            report.findings += _ORDER[name](f)
+            try:
+                report.findings.extend(_ORDER[name](f))
+            except Exception as error:
+                report.findings.append(Finding("runs", "order", False, f"{type(error).__name__}: {error}"))
     return report
 
 

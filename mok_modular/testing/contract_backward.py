@@ -14,6 +14,7 @@ from mok_modular.testing.contract_case import (
     Case,
     Finding,
     compare,
+    count_of,
     filled,
     no_order,
     random,
@@ -144,7 +145,7 @@ def _wgrad_case(name: str, counts: list[int], num_behind: int, carried: int | No
     has_rows = rows_of > 0
     return Case(
         name,
-        (left, right, start, rows_of) if carry is None else (left, right, start, rows_of, carry),
+        (left, right, start, rows_of, carry),
         {},
         [exact],
         [has_rows],
@@ -216,7 +217,7 @@ def _swiglu_backward_case(
     return Case(
         name,
         (*args, limit),
-        {"num_rows": torch.tensor(num_rows, dtype=torch.int32)},
+        {"num_rows": count_of(num_rows)},
         exact,
         [used] * 4,
         [each.nan_to_num() for each in slack],
@@ -250,9 +251,9 @@ def _grouped_dgrad_order(f: Callable[..., Any]) -> Iterator[Finding]:
 def _swiglu_backward_order(f: Callable[..., Any]) -> Iterator[Finding]:
     given = (random(256, 192, seed=3), 3 * random(256, 192, seed=4), random(256, 192, seed=5))
     weights = random(256, 1, seed=6).float()[:, 0]
-    whole = f(*given, weights, None)
-    turned = f(*(tensor.flip(0) for tensor in given), weights.flip(0), None)
-    first = f(*(tensor[:7].clone() for tensor in given), weights[:7].clone(), None)
+    whole = f(*given, weights, None, num_rows=count_of(256))
+    turned = f(*(tensor.flip(0) for tensor in given), weights.flip(0), None, num_rows=count_of(256))
+    first = f(*(tensor[:7].clone() for tensor in given), weights[:7].clone(), None, num_rows=count_of(7))
     for one, other, few in zip(whole, turned, first, strict=True):
         yield compare("rows in reverse", one, other.flip(0))
         yield compare("the first rows alone", one[:7], few)
@@ -261,13 +262,13 @@ def _swiglu_backward_order(f: Callable[..., Any]) -> Iterator[Finding]:
 def _wgrad_order(f: Callable[..., Any]) -> Iterator[Finding]:
     left, right = random(128, 192, seed=5), random(128, 128, seed=6)
     start, counts = segments([70])
-    whole = f(left, right, start, counts)[0]
+    whole = f(left, right, start, counts, None)[0]
     start, counts = segments([130, 70])
     before = [torch.cat([random(256, each.shape[1], seed=7), each]) for each in (left, right)]
-    yield compare("behind another expert", whole, f(*before, start, counts)[1])
+    yield compare("behind another expert", whole, f(*before, start, counts, None)[1])
     left[70:], right[70:] = 5, 5
     start, counts = segments([70])
-    yield compare("with other padding", whole, f(left, right, start, counts)[0])
+    yield compare("with other padding", whole, f(left, right, start, counts, None)[0])
 
 
 CASES: dict[str, Callable[[], Iterator[Case]]] = {

@@ -55,6 +55,11 @@ def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
+def count_of(num_rows: int) -> Tensor:
+    """A number of rows as functions get it."""
+    return torch.tensor(num_rows, dtype=torch.int32)
+
+
 def segments(counts: Sequence[int]) -> tuple[Tensor, Tensor]:
     rows = torch.tensor(counts, dtype=torch.int32)
     padded = (rows + ROW_BLOCK - 1) // ROW_BLOCK * ROW_BLOCK

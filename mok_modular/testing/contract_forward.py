@@ -14,6 +14,7 @@ from mok_modular.testing.contract_case import (
     Case,
     Finding,
     compare,
+    count_of,
     filled,
     no_order,
     random,
@@ -66,9 +67,10 @@ def _swiglu_case(name: str, gate: Tensor, up: Tensor, limit: float | None, num_r
     exact = _swiglu_exact(gate, up, limit)
     # float32's own: of the exponential, the quotient and two products; near the end of its range it is coarser.
     slack = exact.abs() * 2.0**-17 + 2.0**-133
-    count = torch.tensor(num_rows, dtype=torch.int32)
     scale = [exact.abs() * 2 + 2.0**-100] if rule == "rounding" else None
-    return Case(name, (gate, up, limit), {"num_rows": count}, [exact], [used], [slack.nan_to_num()], scale, rule)
+    return Case(
+        name, (gate, up, limit), {"num_rows": count_of(num_rows)}, [exact], [used], [slack.nan_to_num()], scale, rule
+    )
 
 
 def _swiglu_cases() -> Iterator[Case]:
@@ -152,10 +154,10 @@ def _combine_cases() -> Iterator[Case]:
 
 def _swiglu_order(f: Callable[..., Any]) -> Iterator[Finding]:
     gate, up = 3 * random(256, 192, seed=3), random(256, 192, seed=4)
-    whole = f(gate, up, None)
-    turned = f(gate.flip(0), up.flip(0), None).flip(0)
+    whole = f(gate, up, None, num_rows=count_of(256))
+    turned = f(gate.flip(0), up.flip(0), None, num_rows=count_of(256)).flip(0)
     yield compare("rows in reverse", whole, turned)
-    yield compare("the first rows alone", whole[:7], f(gate[:7].clone(), up[:7].clone(), None))
+    yield compare("the first rows alone", whole[:7], f(gate[:7].clone(), up[:7].clone(), None, num_rows=count_of(7)))
 
 
 def _gemm_order(f: Callable[..., Any]) -> Iterator[Finding]:

@@ -361,6 +361,13 @@ def test_stages(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", REPLAYED)
+def test_a_stage_alone_without_tokens(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    argv = ["stages", "--only", name, "--routing", "random", "--ranks", "2", "--shape", "128,256,8,2", "--tokens", "0"]
+    report = run_json(capsys, argv)
+    assert (report["ok"], report["num_rows"], report["num_differing"]) == (True, 0, 0)
+
+
+@pytest.mark.parametrize("name", REPLAYED)
 def test_a_stage_alone_on_captured_routing(
     capsys: pytest.CaptureFixture[str], routing_file: str, tmp_path: Path, name: str
 ) -> None:

@@ -57,6 +57,20 @@ def reference(name: str) -> Callable[..., Any]:
     return getattr(stages, name).reference
 
 
+def test_a_function_is_called_as_in_a_layer() -> None:
+    """With all arguments: one without defaults is right too."""
+
+    def swiglu_backward(d_h: Tensor, gate: Tensor, up: Tensor, weights: Tensor, limit: Any, num_rows: Tensor) -> Any:
+        return stages.swiglu_backward.reference(d_h, gate, up, weights, limit, num_rows=num_rows)
+
+    def wgrad(left: Tensor, right: Tensor, start: Tensor, count: Tensor, carry: Tensor | None) -> Tensor:
+        return stages.wgrad.reference(left, right, start, count, carry)
+
+    for function in (swiglu_backward, wgrad):
+        report = check_stage(function.__name__, function)
+        assert report.is_ok, str(report)
+
+
 # ---- reverse_combine and reverse_dispatch ----
 
 

@@ -89,6 +89,27 @@ def test_counts_that_differ(name: str) -> None:
         assert_right(workload, run(workload, config))
 
 
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("mode", ["split", MODES["dispatch"]])
+def test_dispatch_without_peers(mode: str, precision: str) -> None:
+    """One rank publishes nothing in a forward: the function gets the caller's own tokens."""
+    workload = make_workload([140], E=3, K=2, H=128, I=256, S=128, precision=precision)
+    options: dict[str, Any] = {"mode": mode, **SMALL_RING}
+    got = run(workload, MoKConfig(**options, stages={"dispatch": stages.dispatch.reference}))
+    assert same_bits(got, run(workload, MoKConfig(**options)))
+
+
+@pytest.mark.parametrize("executor", ["fibers", "threads"])
+@pytest.mark.parametrize("grain", ["row_block", "minibatch"])
+def test_dispatch_of_rows_that_come_once(grain: str, executor: str) -> None:
+    """Tokens of several experts of a rank, in several row blocks: a function has no rows of its own to wait for."""
+    routing = lambda rank, count, _: (torch.arange(count)[:, None] + torch.arange(3)) % 6  # noqa: E731
+    workload = make_workload([400, 90], E=6, K=3, routing=routing)
+    options: dict[str, Any] = {"mode": "split", **FULL_RING, "dispatch": "pull_once", "signal_grain": grain}
+    swapped = MoKConfig(**options, stages={"dispatch": stages.dispatch.reference})
+    assert same_bits(run(workload, swapped, executor=executor), run(workload, MoKConfig(**options)))
+
+
 def test_window_and_number_of_rows(workload: Workload) -> None:
     """Sizes do not depend on the routing; the number of rows is a tensor."""
     seen = []
@@ -191,6 +212,30 @@ def test_an_exception_in_a_function(workload: Workload, executor: str) -> None:
         run(workload, config)
 
 
+@pytest.mark.parametrize("executor", ["fibers", "threads"])
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, StopIteration])
+def test_what_is_no_ordinary_exception_hangs_nobody(
+    workload: Workload, kind: type[BaseException], executor: str
+) -> None:
+    """sys.exit in a function, or pytest.fail: the peers hear of it, and a reset mends the workspace."""
+
+    def swiglu(*_: Any, **__: Any) -> Tensor:
+        raise kind("mine")
+
+    config = MoKConfig(mode="split", **SMALL_RING, stages={"swiglu": swiglu}, start_timeout_s=20)
+
+    def step(member: Any) -> Tensor:
+        workspace = workspace_for(workload, member, config)
+        with pytest.raises((kind, MoKPeerError), match="mine"):
+            call(workload, workspace, config)
+        workspace.reset()
+        return call(workload, workspace, MoKConfig(mode="split", **SMALL_RING))
+
+    assert_right(workload, torch.cat(LocalGroup(2, executor=executor).run(step)))
+    with pytest.raises(kind, match="mine"):
+        run(workload, config, executor=executor)
+
+
 @pytest.mark.parametrize(
     ("result", "message"),
     [
@@ -229,6 +274,14 @@ def test_wrong_results_are_named(workload: Workload, result: Any, message: str) 
 def test_wrong_stages(options: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         MoKConfig(**options)
+
+
+def test_a_config_keeps_what_it_was_given() -> None:
+    given: dict[str, Any] = {"swiglu": stages.swiglu.reference}
+    config = MoKConfig(mode="split", stages=given)
+    given["bogus"] = 3
+    assert config.stages == {"swiglu": stages.swiglu.reference}
+    assert config == MoKConfig(mode="split", stages={"swiglu": stages.swiglu.reference})
 
 
 # ---- the contract ----
@@ -402,6 +455,27 @@ def test_a_broken_rule_is_named(name: str, function: Callable[..., Any], rule: s
     assert not report.is_ok
     assert rule in report.broken, str(report)
     assert "BROKEN" in str(report)
+
+
+def test_a_function_is_called_as_in_a_layer() -> None:
+    """With all arguments: one without defaults is right too."""
+
+    def swiglu(gate: Tensor, up: Tensor, limit: float | None, num_rows: Tensor) -> Tensor:
+        return reference("swiglu")(gate, up, limit, num_rows=num_rows)
+
+    report = check_stage("swiglu", swiglu)
+    assert report.is_ok, str(report)
+
+
+def test_an_exception_where_order_is_looked_at_is_a_finding() -> None:
+    def swiglu(gate: Tensor, up: Tensor, limit: float | None = None, *, num_rows: Any = None) -> Tensor:
+        if len(gate) == 7:
+            raise RuntimeError("seven rows")
+        return reference("swiglu")(gate, up, limit, num_rows=num_rows)
+
+    report = check_stage("swiglu", swiglu)
+    assert report.broken == ["runs"]
+    assert "order: RuntimeError: seven rows" in str(report)
 
 
 def test_contract_arguments() -> None:

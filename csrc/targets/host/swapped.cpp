@@ -13,6 +13,15 @@ struct SwappedWgrad : Wgrad {
   }
 };
 
+// A swapped dispatch reads every row from its source. A row that is copied inside the rank (pull once) would be waited for
+// in the same kernel.
+struct SwappedDispatch : DispatchPull {
+  template <class W>
+  static bool needs(const Args& args, const Task& task, Signals<W>& signals) {
+    return needs_sources(args.call, task, signals);
+  }
+};
+
 // All waits of the launch, the function once, all signals: as a kernel of its own does that is launched when the
 // kernels before it have ended. A task waits only for kernels before it and for other ranks, so this is no deadlock.
 // One worker; false: the call is over.
@@ -61,7 +70,7 @@ void reduce(const Args& args, const Launch& launch, Worker& worker) {
 Kernel find_swapped_kernel(Stage stage) {
   switch (stage) {
     case Stage::dispatch:
-      return windowed<DispatchPull>;
+      return windowed<SwappedDispatch>;
     case Stage::gate_up:
       return windowed<GateUp>;
     case Stage::swiglu:
