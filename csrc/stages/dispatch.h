@@ -44,13 +44,8 @@ struct DispatchPull {
   template <class Worker>
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
     const Call& call = args.call;
-    return needs_sources(call, task, signals) && (!call.shape.is_pull_once || wait_rows_here(call, task, signals));
-  }
-
-  // Without the rows that are copied inside this rank.
-  template <class Worker>
-  MOK_DEVICE static bool needs_sources(const Call& call, const Task& task, Signals<Worker>& signals) {
-    return wait_slot_free(call, task.block, signals) && wait_row_sources(call, task, signals);
+    return wait_slot_free(call, task.block, signals) && wait_row_sources(call, task, signals) &&
+           (!call.shape.is_pull_once || wait_rows_here(call, task, signals));
   }
 
   template <class Worker>

@@ -18,7 +18,7 @@ struct SwappedWgrad : Wgrad {
 struct SwappedDispatch : DispatchPull {
   template <class W>
   static bool needs(const Args& args, const Task& task, Signals<W>& signals) {
-    return needs_sources(args.call, task, signals);
+    return wait_slot_free(args.call, task.block, signals) && wait_row_sources(args.call, task, signals);
   }
 };
 
