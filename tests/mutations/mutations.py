@@ -112,7 +112,7 @@ MUTATIONS = [
         "mok_modular/targets/host.py",
         'at = wait["peer"] if wait["peer"] >= 0 else wait["rank"]',
         'at = wait["rank"]',
-        CPU + "test_faults.py -k dropped",
+        CPU + "test_faults.py -k stalled",
     ),
     Mutation(
         "mok_modular/config.py",
