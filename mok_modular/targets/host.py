@@ -207,6 +207,10 @@ class SharedWorkspace:
         if self.failure is not None:
             text = f"an earlier call on this workspace failed; call workspace.reset() on every rank ({self.failure})"
             return [RuntimeError(text.splitlines()[0]) for _ in calls]
+        for fault in planted_faults:
+            if (rank := max(fault["rank"], fault.get("dst_rank", -1))) >= self.num_ranks:
+                text = f"a planted fault ({fault['kind']}) is of rank {rank}, the group has {self.num_ranks} ranks"
+                return [ValueError(text) for _ in calls]
         self.has_backward |= any(call.is_backward for call in calls)
         shapes = [
             self.shape(call.num_local_experts, call.capacity_rows, call.intermediate_size, call.shared_size)

@@ -63,6 +63,14 @@ def work_all_the_same(workload: Workload, config: MoKConfig, *planted: faults.Fa
         assert same_bits(run(workload, config, **group), expected)
 
 
+@pytest.mark.parametrize("fault", ["drop:x_ready,rank=9", "drop:input_ready,rank=0,dst=2", "stop:rank=2"])
+def test_a_fault_of_a_rank_that_is_not_there(workload: Workload, fault: str) -> None:
+    config = MoKConfig(mode="split", **SMALL_RING)
+    with faults.plant(fault), pytest.raises(ValueError, match=r"planted fault \(\w+\) is of rank \d, the group has 2"):
+        run(workload, config)
+    run(workload, config)
+
+
 # ---- signals ----
 
 COUNTED = ["x_ready", "gate_up_ready", "hidden_ready", "y_ready", "slot_free", "shared_hidden_ready", "shared_ready"]
