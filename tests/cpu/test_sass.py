@@ -5,10 +5,15 @@ Needs no GPU; needs the wheels nvidia-cuda-nvrtc, cuda-bindings, nvidia-cuda-cuo
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -36,17 +41,48 @@ def find_tool(name: str) -> str:
     return found
 
 
+PERSISTENT = [STAGES, STAGES[1:], STAGES[:2], STAGES[2:4]]
+TRACED = {
+    "dispatch": cuda_device.COPY_KERNELS["dispatch"],
+    "fused": cuda_device.persistent_kernel(group_mask(STAGES)),
+}
+LARGE = [
+    *(cuda_device.persistent_kernel(group_mask(stages)) for stages in PERSISTENT),
+    *map(cuda_device.traced, TRACED.values()),
+]
+"""Kernels that a second process compiles meanwhile, in a cache of its own: a cache has one lock."""
+COMPILE = """
+import sys
+from mok_modular import nvrtc
+from mok_modular.targets import cuda_device
+source, entries, defines = eval(sys.argv[1])
+nvrtc.compile_kernel(cuda_device.ARCH, nvrtc.Kernel(source, entries, defines), cuda_device.DEFINE)
+"""
+ahead: dict[nvrtc.Kernel, Future[Path]] = {}
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Everything is compiled anew, once."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("MOK_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-    yield
-    patch.undo()
+    folder = tmp_path_factory.mktemp("ahead")
+
+    def compile_ahead(kernel: nvrtc.Kernel) -> Path:
+        command = [sys.executable, "-c", COMPILE, repr(dataclasses.astuple(kernel))]
+        subprocess.run(command, env={**os.environ, "MOK_CACHE_DIR": str(folder)}, check=True)
+        return folder
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setenv("MOK_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        ahead.update({kernel: pool.submit(compile_ahead, kernel) for kernel in LARGE})
+        yield
+        pool.shutdown(cancel_futures=True)
 
 
 def compiled(kernel: nvrtc.Kernel) -> nvrtc.Cubin:
-    return nvrtc.compile_kernel(cuda_device.ARCH, kernel, cuda_device.DEFINE)
+    with pytest.MonkeyPatch.context() as patch:
+        if kernel in ahead:
+            patch.setenv("MOK_CACHE_DIR", str(ahead[kernel].result()))
+        return nvrtc.compile_kernel(cuda_device.ARCH, kernel, cuda_device.DEFINE)
 
 
 def disassemble(cubin: nvrtc.Cubin, folder: Path) -> dict[str, str]:
@@ -145,7 +181,7 @@ def test_every_plan_has_kernels() -> None:
 
 
 # All stages; with combine and without dispatch; with dispatch and without down; swiglu as tasks of its own.
-@pytest.mark.parametrize("stages", [STAGES, STAGES[1:], STAGES[:2], STAGES[2:4]], ids="+".join)
+@pytest.mark.parametrize("stages", PERSISTENT, ids="+".join)
 def test_persistent_kernel(stages: tuple[str, ...], tmp_path: Path) -> None:
     kernel = cuda_device.persistent_kernel(group_mask(stages))
     cubin = compiled(kernel)
@@ -163,12 +199,6 @@ def test_persistent_kernel(stages: tuple[str, ...], tmp_path: Path) -> None:
     assert not re.search(r"\b(LDL|STL)\b", consumer), f"{entry}: the consumers use local memory"
     if "dispatch" in stages:
         assert code.count("UBLKCP") >= 2, f"{entry} does not copy rows by the copy engine"
-
-
-TRACED = {
-    "dispatch": cuda_device.COPY_KERNELS["dispatch"],
-    "fused": cuda_device.persistent_kernel(group_mask(STAGES)),
-}
 
 
 @pytest.mark.parametrize("name", TRACED)
