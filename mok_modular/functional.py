@@ -158,7 +158,7 @@ def forward(
             sizes = check_layer(workspace, config, schedule, x, router_weights, unpacked, swiglu_limit, is_mxfp8)
             limit = None if swiglu_limit is None else float(swiglu_limit)
             call = layer_call("forward", workspace, config, schedule, sizes, {}, len(x), limit, is_mxfp8)
-            # What is remembered must hold no tensor: a schedule that lives on makes the next one lie elsewhere.
+            # What is remembered must hold no memory: a schedule that lives on makes the next one lie elsewhere.
             return replace(call, schedule={}), empty_context(x, 0, *sizes[1:])
 
         # A new schedule's tensors are where the last one's were, as a rule: then nothing is checked or packed again.

@@ -1,8 +1,7 @@
 // Communication inside a GEMM kernel: a warp that publishes, dispatches and pulls combine, beside the products.
 //
 // By default it is the spare warp of every CTA's first warp group: it costs no SM. It has few registers
-// (kProducerRegisters), so rows pass through a small ring in shared memory and the copy engine moves them; the warp keeps
-// kCommChunks - 1 loads in flight.
+// (kProducerRegisters), so rows pass through a small ring in shared memory and the copy engine moves them.
 // With CTAs of its own (fwd_num_comm_sms) all four warps of such a CTA's first group do this, and the others leave.
 #pragma once
 
