@@ -515,13 +515,11 @@ class Builder {
   // The tasks of some stages in a generation, in the order of protocol/tasks.h.
   void add_windows(Kernel& kernel, Group group, const std::vector<int>& windows, char kind, int context) {
     const int num_windows = static_cast<int>(windows.size());
-    for (int step = 0; step <= num_windows; ++step)
+    for (int step = 0; step < num_windows + window_lag(Stage::combine); ++step)
       for (int i = 0; i < kNumWindowed; ++i) {
         const auto stage = static_cast<Stage>(i);
         if (!holds(group, stage)) continue;
-        const bool is_late = stage == Stage::down || stage == Stage::combine || stage == Stage::gate_up_dgrad ||
-                             stage == Stage::reverse_dispatch || stage == Stage::quantize || stage == Stage::wgrad;
-        const int window = step - (is_late ? 1 : 0);
+        const int window = step - window_lag(stage);
         if (window < 0 || window >= num_windows) continue;
         add_stage(kernel, stage, windows[static_cast<std::size_t>(window)], kind, context);
       }

@@ -108,8 +108,8 @@ class TaskSequence {
     return true;
   }
 
-  // Per generation: stage by stage over the windows, those behind the down projection (in a backward: behind
-  // swiglu_backward) one window late, so that copies go on beside products.
+  // Per generation: stage by stage over the windows, some of them one or two windows behind (window_lag), so that copies
+  // and stores go on beside products.
   // The order restarts at each generation: going on across it would be cyclic for one-window generations.
   MOK_DEVICE bool next_in_generations() {
     if (generation_ >= end_generation_) {
@@ -151,12 +151,7 @@ class TaskSequence {
     return false;
   }
 
-  MOK_DEVICE int32 lag(Stage stage) const {
-    if (args_.call.shape.is_serial_ring) return 0;
-    const bool is_late = stage == Stage::down || stage == Stage::combine || stage == Stage::gate_up_dgrad ||
-                         stage == Stage::reverse_dispatch || stage == Stage::quantize || stage == Stage::wgrad;
-    return is_late ? 1 : 0;
-  }
+  MOK_DEVICE int32 lag(Stage stage) const { return args_.call.shape.is_serial_ring ? 0 : window_lag(stage); }
   // A backward repeats dispatch and gate_up of what is not in the context; halves of it leave stages out.
   MOK_DEVICE static bool has_stage(const Call& call, Stage stage, int32 macrobatch) {
     if (!call.is_backward()) return true;
