@@ -98,7 +98,7 @@ struct Reduce {
   }
 
  private:
-  static constexpr int32 kBatch = 8;
+  static constexpr int32 kBatch = 10;  // all of a token's rows in the models at hand
 
   MOK_DEVICE static bool has_output(const Call& call) { return call.kind == CallKind::forward || call.has_dgrad(); }
   MOK_DEVICE static float weight(const Call& call, int64 route) {

@@ -83,6 +83,29 @@ def test_ablations(workload_and_base: tuple[Workload, Tensor], options: dict[str
     assert_same(helpers.regroup(workload, num_ranks), config, base, save_context="ring" not in options)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        FULL_RING,
+        {"ring": "serial"},
+        {"fwd_num_comm_sms": 16},
+        {"num_reserved_sms": 131},
+        {**FULL_RING, "dispatch": "push"},
+        {**FULL_RING, "dispatch": "pull_once"},
+        {**FULL_RING, "combine": "pull"},
+    ],
+    ids=str,
+)
+def test_without_a_shared_expert(options: dict[str, Any], num_ranks: int) -> None:
+    """The consumers copy the input and the first rows, since there is nothing to multiply before."""
+    workload = make_workload([801], H=256, I=384, S=0, E=16, K=4)
+    base = run(workload, SPLIT, repeats=1)[0]
+    config = MoKConfig(**{**SMALL_RING, **options})
+    assert_same(helpers.regroup(workload, num_ranks), config, base, repeats=3, save_context=False)
+
+
 @pytest.mark.parametrize("plan", ["dispatch+gate_up|swiglu+down+combine", "dispatch|gate_up|swiglu|down+combine"])
 @pytest.mark.parametrize("options", [{"dispatch": "push"}, {"dispatch": "pull_once"}, {"combine": "pull"}], ids=str)
 def test_ablations_of_partial_plans(

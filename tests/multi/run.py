@@ -45,10 +45,10 @@ class Data:
     ids: Tensor
     router_weights: Tensor
     routed: tuple[Tensor, Tensor, Tensor]
-    shared: tuple[Tensor, Tensor, Tensor]
+    shared: tuple[Tensor, Tensor, Tensor] | None
 
     @classmethod
-    def random(cls, num_tokens: int, seed: int, num_experts: int = E) -> Data:
+    def random(cls, num_tokens: int, seed: int, num_experts: int = E, has_shared: bool = True) -> Data:
         generator = torch.Generator().manual_seed(seed)
 
         def weight(*shape: int) -> Tensor:
@@ -59,7 +59,7 @@ class Data:
             torch.randint(-1, num_experts, (num_tokens, K), generator=generator),
             torch.rand(num_tokens, K, generator=generator),
             (weight(num_experts, I, H), weight(num_experts, I, H), weight(num_experts, H, I)),
-            (weight(S, H), weight(S, H), weight(H, S)),
+            (weight(S, H), weight(S, H), weight(H, S)) if has_shared else None,
         )
 
 
@@ -105,7 +105,7 @@ class Part:
             each[tokens].contiguous().to(device) for each in (data.x, data.ids, data.router_weights)
         )
         self.routed = [each[experts].contiguous().to(device) for each in data.routed]
-        self.shared = [each.to(device) for each in data.shared]
+        self.shared = [None if each is None else each.to(device) for each in data.shared or (None,) * 3]
 
     def schedule(self, config: mok.MoKConfig, workspace: mok.Workspace) -> mok.MoKSchedule:
         return functional.build_schedule(workspace, config, self.ids, num_local_experts=self.num_local_experts)
@@ -209,6 +209,14 @@ def case_fused(rank: Rank) -> None:
     num_runs = max(1, min(20, rank.repeats))
     for options in (*({"mode": str(plan)} for plan in all_plans()), {"mode": "fused", "fwd_num_comm_sms": 16}):
         config = rank.config(**options)
+        workspace, part = rank.workspace(config, splits), rank.part(data, splits)
+        for output in [part.run(config, workspace) for _ in range(num_runs)]:
+            expect_bits(rank, output, whole, splits)
+        workspace.check()
+    data = Data.random(240 // rank.size * rank.size, seed=12, has_shared=False)  # the consumers copy the first rows
+    splits, whole = even(rank, 240), on_one_rank(rank, data)
+    for options in ({"mode": "fused"}, {"mode": "fused", "dispatch": "pull_once"}):
+        config = rank.config(**options, macrobatch_size=131072)
         workspace, part = rank.workspace(config, splits), rank.part(data, splits)
         for output in [part.run(config, workspace) for _ in range(num_runs)]:
             expect_bits(rank, output, whole, splits)

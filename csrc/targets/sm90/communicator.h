@@ -14,6 +14,34 @@
 
 namespace mok::sm90 {
 
+constexpr uint32 kHelpBarrier = 3, kHelpThreads = 256 + 32;  // the named barrier of consumers and communicator
+
+// The consumers, until they are dismissed. A call, since inlined it costs the products a register that they lack.
+__noinline__ __device__ void help_communicator(const Help& help) {
+  constexpr int32 kBatch = 8;
+  const int32 warp = static_cast<int32>(threadIdx.x / 32) - 4, lane = static_cast<int32>(lane_idx());
+  for (;;) {
+    named_sync(kHelpBarrier, kHelpThreads);
+    const int32 num_rows = help.num_rows, num_words = help.num_bytes / 16;
+    if (num_rows < 0) return;
+    for (int32 row = warp; row < num_rows; row += 8) {
+      bf16x8* to = reinterpret_cast<bf16x8*>(help.to[row]);
+      const bf16x8* from = reinterpret_cast<const bf16x8*>(help.from[row]);
+      if (!to) continue;
+      for (int32 first = lane; first < num_words; first += 32 * kBatch) {
+        bf16x8 words[kBatch];
+        MOK_UNROLL
+        for (int32 i = 0; i < kBatch; ++i)
+          words[i] = from && first + 32 * i < num_words ? from[first + 32 * i] : bf16x8{};
+        MOK_UNROLL
+        for (int32 i = 0; i < kBatch; ++i)
+          if (first + 32 * i < num_words) to[first + 32 * i] = words[i];
+      }
+    }
+    named_sync(kHelpBarrier, kHelpThreads);
+  }
+}
+
 // The Worker of copy stages, as one warp. Lane 0 is the leader.
 class CommWorker {
  public:
@@ -24,9 +52,17 @@ class CommWorker {
     mbarrier_init_fence();
     __syncwarp();
   }
-  MOK_DEVICE void begin_call(const Args& args) {
+  // From here on, until they are dismissed, the consumers copy the rows: that of publish, and of the first dispatch, with 32
+  // KB under way instead of 12. (Figures in docs/performance.md.)
+  MOK_DEVICE void call_helpers(Help& help) { help_ = &help; }
+  MOK_DEVICE void dismiss_helpers() {
+    if (!help_) return;
+    if (is_leader()) help_->num_rows = -1;
+    named_sync(kHelpBarrier, kHelpThreads);
+    help_ = nullptr;
+  }
+  MOK_DEVICE void begin_call([[maybe_unused]] const Args& args) {
     seen_inputs = seen_dones = SeenRanks{};
-    has_peers_ = args.call.shape.num_ranks > 1;
     MOK_TRACED(if (is_leader()) waiter_.track->begin_call(args);)
   }
 
@@ -50,6 +86,7 @@ class CommWorker {
       to = reinterpret_cast<uint64>(dst(lane));
       if (to) from = reinterpret_cast<uint64>(src(lane));
     }
+    if (help_) return copy_with_helpers(count, size, to, from);
     const uint32 cleared = __ballot_sync(0xffffffffu, to != 0 && from == 0);
     copy(__ballot_sync(0xffffffffu, from != 0), size, to, from);
     for (uint32 rows = cleared; rows != 0; rows &= rows - 1) {
@@ -79,18 +116,28 @@ class CommWorker {
  private:
   MOK_DEVICE static int32 first_row(uint32 rows) { return __ffs(static_cast<int>(rows)) - 1; }
 
-  // Chunk after chunk of the rows in `rows`. A store holds its chunk until it is read, about as long as a load from this
-  // GPU's memory takes, so there a few of both are under way; over links loads take longest, and get all chunks but one.
+  // What the leader has acquired its helpers see, and it releases what they wrote.
+  MOK_DEVICE void copy_with_helpers(int32 count, int32 size, uint64 to, uint64 from) {
+    help_->to[lane_idx()] = to;
+    help_->from[lane_idx()] = from;
+    if (is_leader()) {
+      help_->num_rows = count;
+      help_->num_bytes = size;
+    }
+    named_sync(kHelpBarrier, kHelpThreads);  // they begin
+    named_sync(kHelpBarrier, kHelpThreads);  // they are done
+  }
+
+  // Chunk after chunk of the rows in `rows`: loads take longest, and get all chunks but one. (Three stores under way where
+  // all memory is this GPU's: no difference.)
   MOK_DEVICE void copy(uint32 rows, int32 size, uint64 to, uint64 from) {
     if (rows == 0) return;
     if (is_leader()) fence_proxy_async();  // what others wrote, acquired by the leader, before copies of this proxy
     const uint32 chunks = smem_address(ring_.chunks[0]), full = smem_address(ring_.full);
     uint32 load_rows = rows;
     int32 load_offset = 0, store_offset = 0, in_flight = 0;
-    const bool is_local = !has_peers_ || waiter_.task.stage == Stage::publish;
-    const int32 max_in_flight = kCommChunks - (is_local ? kLocalStores : 1);
     while (rows != 0) {
-      while (load_rows != 0 && in_flight < max_in_flight) {
+      while (load_rows != 0 && in_flight < kCommChunks - 1) {
         const uint64 at = __shfl_sync(0xffffffffu, from, first_row(load_rows)) + load_offset;
         const uint32 num = static_cast<uint32>(min_of(kCommChunkBytes, size - load_offset));
         if (is_leader()) {
@@ -108,11 +155,7 @@ class CommWorker {
       if (is_leader()) {
         bulk_store(reinterpret_cast<void*>(at), chunks + stored_.slot * kCommChunkBytes, num, evict_normal());
         bulk_commit();
-        // The chunk before this one, or that many before it, may be loaded again.
-        if (is_local)
-          bulk_wait_read<kLocalStores>();
-        else
-          bulk_wait_read<1>();
+        bulk_wait_read<1>();  // the chunk before this one may be loaded again
       }
       stored_.advance();
       --in_flight;
@@ -122,11 +165,9 @@ class CommWorker {
     __syncwarp();
   }
 
-  static constexpr int32 kLocalStores = 3;
-
   CommRing& ring_;
+  Help* help_ = nullptr;
   const int32 num_workers_;
-  bool has_peers_ = false;
   Position<kCommChunks> loaded_, stored_;
   cuda::Waiter waiter_;
 };
@@ -147,16 +188,18 @@ MOK_DEVICE bool communicate_tile(const Args& args, CommWorker& worker, const Tas
   return true;
 }
 
-// All communication tasks of a launch on one rank. `kGroup` 0: those of publish alone.
+// All communication tasks of a launch on one rank. `kGroup` 0: those of publish alone. Helpers stay for the first of the others.
 template <Group kGroup>
 MOK_DEVICE void run_communication(const Args& args, const Launch& launch, CommWorker& worker) {
   Tasks tasks(args, launch, Role::communication);
   worker.begin_call(args);
+  // A task that waits for products must not keep consumers from them.
+  if (kGroup != 0 && num_generations(args.call) > 1) worker.dismiss_helpers();
   for (bool is_running = true; is_running;) {
     Task task;
     int32 has_task = 0;
     if (worker.is_leader()) has_task = tasks.next(worker, &task);
-    if (!__shfl_sync(0xffffffffu, has_task, 0)) return;
+    if (!__shfl_sync(0xffffffffu, has_task, 0)) break;
     task.stage = static_cast<Stage>(__shfl_sync(0xffffffffu, static_cast<int32>(task.stage), 0));
     task.block = __shfl_sync(0xffffffffu, task.block, 0);
     task.part = __shfl_sync(0xffffffffu, task.part, 0);
@@ -169,7 +212,9 @@ MOK_DEVICE void run_communication(const Args& args, const Launch& launch, CommWo
     } else if constexpr (holds(kGroup, Stage::combine)) {
       is_running = communicate_tile<CombinePull>(args, worker, task);  // a push is in down's stores
     }
+    if (kGroup != 0) worker.dismiss_helpers();
   }
+  if (kGroup != 0) worker.dismiss_helpers();
 }
 
 }  // namespace mok::sm90

@@ -65,6 +65,7 @@ class Roles {
       if (kHasComm && (is_comm_cta || (warp == 3 && num_comm_ctas() == 0))) communicate(shared_.ring_of(warp));
     } else if (!kHasComm || !shared_.is_comm_cta) {
       raise_registers<kConsumerRegisters>();
+      if (has_helpers()) help_communicator(shared_.help());
       Consumer<Stages> consumer(shared_, group - 1);
       for_each_call([&](int32, const Args& args) { consumer.run(args); });
     }
@@ -94,6 +95,12 @@ class Roles {
     return num_ctas - num_comm + num_comm * kCommWarps;
   }
 
+  // Consumers help the communicator where there is nothing to multiply before the first rows are here.
+  MOK_DEVICE bool has_helpers() const {
+    const Shape& shape = set_.calls[0].shape;
+    return kHasPrologue && num_comm_ctas() == 0 && shape.num_ranks > 1 && shape.shared_size == 0;
+  }
+
   // ---- communication ----
 
   // Ranks that share this grid wait for each other's input, so all of them publish before any goes on.
@@ -103,6 +110,7 @@ class Roles {
     MOK_TRACED(worker.trace_to(shared_.timeline.track(TraceRole::communicator, warp));)
     MOK_TRACED(if (worker.is_leader()) shared_.timeline.open(launch_, TraceRole::communicator, warp);)
     if constexpr (kHasPrologue) {
+      if (has_helpers()) worker.call_helpers(shared_.help());
       for_each_call([&](int32, const Args& args) {
         Launch launch;
         launch.launch_idx = args.call.shape.max_launches() - 1;  // tickets of its own
@@ -119,7 +127,7 @@ class Roles {
       if (num_passes == 2) launch.group = pass == 0 ? kGroup & ~group_bit(Stage::combine) : group_bit(Stage::combine);
       if (pass == 1) launch.launch_idx = shape.max_launches() - 2;  // likewise
       for_each_call([&](int32, const Args& args) {
-        run_communication<kGroup>(args, launch, worker);
+        run_communication<kGroup>(args, launch, worker);  // dismisses the helpers
         if (pass + 1 == num_passes && worker.is_leader()) leave_last_group(args, launch_, worker);
       });
     }

@@ -42,6 +42,13 @@ struct alignas(128) CommRing {
   uint64 full[kCommChunks];
 };
 
+// Rows that the consumers copy for the communicator, before there are products (communicator.h).
+struct Help {
+  uint64 to[32], from[32];
+  int32 num_rows;  // negative: no more
+  int32 num_bytes;
+};
+
 struct alignas(1024) Shared {
   unsigned char a[kNumStages][kABytes];
   unsigned char b[kNumStages][kBBytes];
@@ -55,9 +62,10 @@ struct alignas(1024) Shared {
   CommRing comm_ring;
   MOK_TRACED(Timeline<kTileSlots> timeline;)
 
+  MOK_DEVICE Help& help() { return reinterpret_cast<Help&>(staging); }  // before there is anything to store
   MOK_DEVICE CommRing& ring_of(uint32 warp) { return is_comm_cta ? reinterpret_cast<CommRing*>(a)[warp] : comm_ring; }
 };
-static_assert(kCommWarps * sizeof(CommRing) <= sizeof(Shared::a));
+static_assert(kCommWarps * sizeof(CommRing) <= sizeof(Shared::a) && sizeof(Help) <= sizeof(Shared::staging));
 
 static_assert(sizeof(Shared) <= MOK_GEMM_SMEM_BYTES, "mok_modular/targets/cuda_device.py asks for this much");
 
