@@ -6,6 +6,7 @@ A row is one (token, k) pair at its expert. `rows[a][b]` counts the rows of rank
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,13 @@ def two_rank_layer(shape: MoEShape) -> MoEShape:
 
 
 LAYERS = {name: two_rank_layer(shape) for name, shape in PRESETS.items() if name != "tiny"}
+
+
+def minibatch_size(layer: MoEShape) -> int:
+    """Rows of a window in which gate_up has about four tiles of 128 rows and 128 columns for each of 132 SMs, 4096 at
+    least: 8192 where experts are 1024 wide (docs/performance.md)."""
+    rows = 4 * 132 * 128 * 128 / layer.intermediate_size
+    return max(4096, 1 << round(math.log2(rows)))
 
 
 def captured_popularity(num_experts: int) -> Tensor:

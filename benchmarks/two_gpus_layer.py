@@ -9,7 +9,7 @@ from typing import Any
 import gpu_timing
 import torch
 from torch import Tensor
-from two_gpus_cases import LAYERS, NUM_RANKS, Load, expert_ids
+from two_gpus_cases import LAYERS, NUM_RANKS, Load, expert_ids, minibatch_size
 from two_gpus_contenders import MAX_ERROR, OURS, Inputs, Ours, baselines, open_deep_ep, relative_error
 
 from mok_modular import MoEShape, MoKConfig, Workspace, functional
@@ -39,7 +39,7 @@ def our_contenders(env: Any, layer: MoEShape, num_tokens: int) -> dict[str, Ours
     workspaces: dict[Any, Workspace] = {}
     found = {}
     for name, options in OURS.items():
-        config = MoKConfig(**options)
+        config = MoKConfig(minibatch_size=minibatch_size(layer), **options)
         key = layout_key(config)
         if key not in workspaces:
             workspaces[key] = functional.create_workspace(
@@ -96,6 +96,7 @@ def measure_layer(env: Any, name: str) -> None:
     layer, dense = LAYERS[name], dense_product()
     part = f"layer {name}"
     env.save(part, "dense_flops_alone", gpu_timing.matmul_rate_flops())
+    env.save(part, "minibatch_size", minibatch_size(layer))
     open_others(env, part)
     others = baselines(env.nccl, env.deep_ep)
     weights: Inputs | None = None
