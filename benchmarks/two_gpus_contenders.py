@@ -19,11 +19,11 @@ from mok_modular import MoEShape, MoKConfig, Workspace, functional
 
 OURS: dict[str, dict[str, Any]] = {
     "fused": {"mode": "fused"},
-    "fused, pull once": {"mode": "fused", "dispatch": "pull_once", "macrobatch_size": 1 << 18},
+    "fused, pull once": {"mode": "fused", "dispatch": "pull_once", "minibatch_size": 4096, "macrobatch_size": 1 << 18},
     "split": {"mode": "dispatch|gate_up+swiglu|down|combine"},
 }
-"""This library's contenders: the options of their MoKConfig. A further one is an entry here; it gets a workspace of its
-own where its options ask for one."""
+"""This library's contenders: the options of their MoKConfig; a minibatch that is not among them suits the layer. A
+further one is an entry here; it gets a workspace of its own where its options ask for one."""
 NCCL, DEEP_EP = "NCCL + torch", "DeepEP + torch"
 DEEP_EP_SMS = 24
 MAX_ERROR = 0.02

@@ -39,7 +39,7 @@ def our_contenders(env: Any, layer: MoEShape, num_tokens: int) -> dict[str, Ours
     workspaces: dict[Any, Workspace] = {}
     found = {}
     for name, options in OURS.items():
-        config = MoKConfig(minibatch_size=minibatch_size(layer), **options)
+        config = MoKConfig(**{"minibatch_size": minibatch_size(layer), **options})
         key = layout_key(config)
         if key not in workspaces:
             workspaces[key] = functional.create_workspace(
