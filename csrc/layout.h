@@ -77,8 +77,8 @@ constexpr Group kReplay = group_of(Stage::dispatch, Stage::gate_up);
 constexpr Group kWholeBackward = kReplay | group_of(Stage::reverse_combine, Stage::wgrad);
 
 // By how many windows of the ring a stage is behind, in the order of tasks of a kernel that holds several: copies and stores
-// of one window then go on beside products of another. Two for down and combine: with one, the last window of down stands
-// right behind the gate_up that it needs, which has only begun (docs/performance.md).
+// of one window then go on beside products of another. Two for down and combine: with one, a single window of down
+// stands between a window of gate_up and its down, and takes hardly longer than the last tiles of gate_up (docs/performance.md).
 MOK_DEVICE int32 window_lag(Stage stage) {
   if (stage == Stage::down || stage == Stage::combine) return 2;
   return stage == Stage::gate_up_dgrad || stage == Stage::reverse_dispatch || stage == Stage::quantize ||

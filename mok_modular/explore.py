@@ -46,6 +46,7 @@ LAYOUTS = {
         Layout("a partial last macrobatch on one rank, one generation on the other", ((0, 0, 1), (0, 1)), (0, 1)),
         Layout("a rank without rows", ((0, 1), ()), (0, 1)),
         Layout("a rank without tokens, one row block a generation", ((0, 0), (0,)), (0,), ring_blocks=1),
+        Layout("three windows a generation, the last of one", ((0, 0, 1, 1), (0,)), (0, 1), ring_blocks=3),
     ),
     3: (
         Layout("three generations, two, and none", ((0, 0, 0, 1, 1), (0, 1, 1), ()), (0, 1, 2)),

@@ -110,7 +110,7 @@ class TaskSequence {
 
   // Per generation: stage by stage over the windows, some of them one or two windows behind (window_lag), so that copies
   // and stores go on beside products.
-  // The order restarts at each generation: going on across it would be cyclic for one-window generations.
+  // The order restarts at each generation: going on across it would be cyclic for generations of one or two windows.
   MOK_DEVICE bool next_in_generations() {
     if (generation_ >= end_generation_) {
       phase_ = kEnd;

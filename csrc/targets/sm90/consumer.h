@@ -102,7 +102,7 @@ class Consumer {
   static constexpr int32 kGateUpSteps = Stages::kHasGateUp ? kStepsOf<GateUp> : 0;
   static constexpr int32 kDownSteps = Stages::kHasDown ? kStepsOf<Down> : 0;
   static constexpr int32 kSteps = kGateUpSteps > kDownSteps ? kGateUpSteps : kDownSteps;
-  static constexpr uint32 kTurn = 1;  // named barriers kTurn and kTurn + 1: whose turn it is to issue products
+  static constexpr uint32 kTurn = 1;  // named barriers 1 and 2: whose turn it is to issue products (3: communicator.h)
 
   MOK_DEVICE void take_turn() const { named_sync(kTurn + group_, 256); }
   MOK_DEVICE void give_turn() const { named_arrive(kTurn + (group_ ^ 1), 256); }

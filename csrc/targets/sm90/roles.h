@@ -4,7 +4,7 @@
 // they need, a producer thread loads operands by TMA, a publisher thread says that a tile is stored, and where the kernel
 // holds communication too, the fourth warp does that (communicator.h). Warp groups 1 and 2
 // (kConsumerRegisters) multiply (consumer.h): together they own a tile of 128 rows x 256 accumulator columns. Roles meet at
-// mbarriers only. ptxas wants no `trap` in a role (C7512).
+// mbarriers only, but for the start, where consumers may copy for the communicator. ptxas wants no `trap` in a role (C7512).
 #pragma once
 
 #include "protocol/leave.h"
