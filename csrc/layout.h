@@ -76,15 +76,6 @@ constexpr Group kWholeForward = group_of(Stage::dispatch, Stage::combine);
 constexpr Group kReplay = group_of(Stage::dispatch, Stage::gate_up);
 constexpr Group kWholeBackward = kReplay | group_of(Stage::reverse_combine, Stage::wgrad);
 
-// By how many windows of the ring a stage is behind, in the order of tasks of a kernel that holds several: copies and stores
-// of one window then go on beside products of another. Two for down and combine: with one, a single window of down
-// stands between a window of gate_up and its down, and takes hardly longer than the last tiles of gate_up (docs/performance.md).
-MOK_DEVICE int32 window_lag(Stage stage) {
-  if (stage == Stage::down || stage == Stage::combine) return 2;
-  return stage == Stage::gate_up_dgrad || stage == Stage::reverse_dispatch || stage == Stage::quantize ||
-         stage == Stage::wgrad;
-}
-
 // ---- sizes ----------------------------------------------------------------------------------
 
 // Rows per task of the copy stages and of standalone swiglu; tokens per task of reduce. Fixed here because writers and readers of a signal must agree on them.

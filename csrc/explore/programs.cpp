@@ -8,6 +8,7 @@
 
 #include "explore/model.h"
 #include "protocol/edge_table.h"
+#include "protocol/ring.h"
 
 namespace mok::explore {
 

@@ -1,4 +1,4 @@
-// Ring arithmetic: generations, slots, and which earlier use of a slot a task must wait for.
+// Ring arithmetic: generations, slots, which earlier use of a slot a task must wait for, and how far stages are apart.
 //
 // Rows of a rank: [0, num_rows), whole row blocks. Macrobatch m holds rows [m*ring_rows, ...); it is
 // one pass (a generation) through the ring. Forward walks macrobatches from last to first, so that
@@ -49,6 +49,15 @@ MOK_DEVICE int32 slot_predecessor(const Call& call, int32 macrobatch, int32 slot
   if (call.kind != CallKind::forward) return macrobatch - 1;  // a full one, or none
   const bool is_used = macrobatch + 1 < num_generations(call) && slot_num_blocks(call, macrobatch + 1, slot) > 0;
   return is_used ? macrobatch + 1 : -1;
+}
+
+// By how many windows of the ring a stage is behind, in the order of tasks of a kernel that holds several: copies and stores
+// of one window then go on beside products of another. Two for down and combine: with one, a single window of down
+// stands between a window of gate_up and its down, and takes hardly longer than the last tiles of gate_up (docs/performance.md).
+MOK_DEVICE int32 window_lag(Stage stage) {
+  if (stage == Stage::down || stage == Stage::combine) return 2;
+  return stage == Stage::gate_up_dgrad || stage == Stage::reverse_dispatch || stage == Stage::quantize ||
+         stage == Stage::wgrad;
 }
 
 }  // namespace mok
