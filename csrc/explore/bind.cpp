@@ -15,7 +15,7 @@ void bind_explore(nb::module_& m);
 
 namespace {
 
-std::vector<std::string> names_of(StageSet set) {
+std::vector<std::string> names_of(StageMask set) {
   std::vector<std::string> names;
   for (int i = 0; i < kNumStages; ++i)
     if (set >> i & 1) names.push_back(stage_name(static_cast<Stage>(i)));
@@ -83,8 +83,10 @@ void bind_explore(nb::module_& m) {
       "edge_table",
       [] {
         nb::dict table;
-        for (const EdgeRow& row : kEdgeTable)
-          table[edge_name(row.edge)] = nb::make_tuple(names_of(row.writers), names_of(row.readers));
+        for (int i = 0; i < kNumEdges; ++i) {
+          const EdgeUsers& users = users_of(static_cast<Edge>(i));
+          if (users.writers) table[kEdges[i].name] = nb::make_tuple(names_of(users.writers), names_of(users.readers));
+        }
         return table;
       },
       "By edge: the stages that publish it, and those that wait for it.");

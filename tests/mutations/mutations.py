@@ -135,8 +135,8 @@ MUTATIONS = [
     ),
     Mutation(
         "csrc/protocol/arrivals.h",
-        "return is_swiglu_in_gate_up(call) ? num_gate_up_tiles(s) : s.row_block() / kElementRows;",
-        "return is_swiglu_in_gate_up(call) ? 1 : s.row_block() / kElementRows;",
+        "if (is_inside(kStage, kOuter, call)) return num_block_tasks(kOuter, call.shape);",
+        "if (is_inside(kStage, kOuter, call)) return 1;",
         CPU + "test_bits.py",
     ),
     Mutation(
@@ -158,9 +158,9 @@ MUTATIONS = [
         CPU + "test_mismatch.py",
     ),
     Mutation(
-        "csrc/protocol/edge_table.h",
-        "{Edge::x_ready, stages(Stage::dispatch), stages(Stage::dispatch, Stage::gate_up)}",
-        "{Edge::x_ready, stages(Stage::dispatch), stages(Stage::dispatch, Stage::down)}",
+        "csrc/protocol/roster.h",
+        "(dispatch), (dispatch), (dispatch, gate_up))",
+        "(dispatch), (dispatch), (dispatch, down))",
         CPU + "test_explore.py -k planted_fault",
     ),
     # ---- stages ----
