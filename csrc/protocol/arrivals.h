@@ -13,17 +13,14 @@ MOK_DEVICE int32 num_down_tiles(const Shape& s) { return ceil_div(s.hidden_size,
 MOK_DEVICE int32 num_shared_gate_up_tiles(const Shape& s) { return ceil_div(s.shared_size, kGateUpCols); }
 MOK_DEVICE int32 num_down_dgrad_tiles(const Shape& s) { return ceil_div(s.intermediate_size, kDownCols); }
 MOK_DEVICE int32 num_shared_down_dgrad_tiles(const Shape& s) { return ceil_div(s.shared_size, kDownCols); }
-MOK_DEVICE int32 not_by_block(const Shape&) { return 0; }
 MOK_DEVICE int32 num_block_tasks(Stage stage, const Shape& s) {
-  switch (stage) {
-#define MOK_TASKS_CASE(name, Type, file, place, pass, work, block_tasks, ...) \
-  case Stage::name:                                                           \
-    return block_tasks(s);
-    MOK_STAGES(MOK_TASKS_CASE)
-#undef MOK_TASKS_CASE
-    default:
-      return 0;
-  }
+  if (has_tasks<BlockTasks::copies>(stage)) return num_copy_tasks(s);
+  if (has_tasks<BlockTasks::elements>(stage)) return num_element_tasks(s);
+  if (has_tasks<BlockTasks::down_dgrad_tiles>(stage)) return num_down_dgrad_tiles(s);
+  if (has_tasks<BlockTasks::shared_down_dgrad_tiles>(stage)) return num_shared_down_dgrad_tiles(s);
+  if (has_tasks<BlockTasks::gate_up_tiles>(stage)) return num_gate_up_tiles(s);
+  if (has_tasks<BlockTasks::shared_gate_up_tiles>(stage)) return num_shared_gate_up_tiles(s);
+  return num_down_tiles(s);
 }
 
 MOK_DEVICE int32 num_publish_tasks(const Call& call) {
@@ -45,15 +42,12 @@ MOK_DEVICE bool is_reverse_dispatch_in_gate_up_dgrad(const Call& call) {
 }
 // Then it has no tasks of its own.
 MOK_DEVICE bool has_no_tasks(Stage stage, const Call& call) {
-  switch (stage) {
-#define MOK_INSIDE_CASE(name, Type, file, place, pass, work, block_tasks, lag, inside) \
-  case Stage::name:                                                                    \
-    return Stage::inside != Stage::none && is_inside(Stage::name, Stage::inside, call);
-    MOK_STAGES(MOK_INSIDE_CASE)
-#undef MOK_INSIDE_CASE
-    default:
-      return false;
-  }
+#define MOK_IF_INSIDE(name, Type, file, place, pass, work, tasks, lag, inside) \
+  if constexpr (Stage::inside != Stage::none)                                  \
+    if (stage == Stage::name && is_inside(Stage::name, Stage::inside, call)) return true;
+  MOK_STAGES(MOK_IF_INSIDE)
+#undef MOK_IF_INSIDE
+  return false;
 }
 
 // Tasks of a row block that do a stage's work: its own, or those of the stage that it is inside.
@@ -135,7 +129,7 @@ struct Grain {
 MOK_DEVICE Grain signal_grain(Edge edge, const Call& call, int32 block) {
   const Shape& s = call.shape;
   const Word per_block = static_cast<Word>(arrivals(edge, call));
-  const bool is_ablated = s.is_minibatch_grain && is_in(kEdgesOfGrain, edge);
+  const bool is_ablated = s.is_minibatch_grain && has_grain(edge);
   if (!is_ablated) return Grain{block, per_block};
   const int32 macrobatch = block_macrobatch(s, block), slot = block_slot(s, block);
   return Grain{slot_index(s, macrobatch, slot), per_block * static_cast<Word>(slot_num_blocks(call, macrobatch, slot))};

@@ -9,7 +9,7 @@ namespace mok {
 
 // ---- stages, in data-flow order -------------------------------------------------------------
 
-// X(name, Type, file, place, pass, work, block_tasks, lag, inside)
+// X(name, Type, file, place, pass, work, tasks, lag, inside)
 //   name         enumerator of Stage, name in messages and tables, kernel of csrc/split
 //   Type         the struct that does its tasks
 //   file         stages/<file>.h, split/<file>.cu and mok_modular/stages/<file>.py
@@ -22,31 +22,30 @@ namespace mok {
 //                wgrad: of a backward and of a wgrad-only call, kernels of their own after the plan's
 //                every: of every call
 //   work         copy: communication workers do it    element, product, wgrad (sums over rows)    index: of expert ids
-//   block_tasks  tasks of one row block (token block of the shared expert): a function of protocol/arrivals.h
+//   tasks        of one row block (token block of the shared expert): see num_tasks in protocol/arrivals.h
 //   lag          windows after the first stage, where several stages share a kernel; see protocol/ring.h
 //   inside       the stage whose tasks do this one's too where both share a kernel (epilogue or stores)
-#define MOK_STAGES(X)                                                                                                \
-  X(dispatch, Dispatch, dispatch, windowed, replayed, copy, num_copy_tasks, 0, none)                                 \
-  X(gate_up, GateUp, grouped_gemm, windowed, replayed, product, num_gate_up_tiles, 0, none)                          \
-  X(swiglu, Swiglu, swiglu, windowed, forward, element, num_element_tasks, 0, gate_up)                               \
-  X(down, Down, grouped_gemm, windowed, forward, product, num_down_tiles, 2, none)                                   \
-  X(combine, Combine, combine, windowed, forward, copy, num_copy_tasks, 2, down)                                     \
-  X(reverse_combine, ReverseCombine, reverse_combine, windowed, backward, copy, num_copy_tasks, 0, none)             \
-  X(down_dgrad, DownDgrad, grouped_dgrad, windowed, backward, product, num_down_dgrad_tiles, 0, none)                \
-  X(swiglu_backward, SwigluBackward, swiglu_backward, windowed, backward, element, num_element_tasks, 0, down_dgrad) \
-  X(gate_up_dgrad, GateUpDgrad, grouped_dgrad, windowed, backward, product, num_down_tiles, 1, none)                 \
-  X(reverse_dispatch, ReverseDispatch, reverse_dispatch, windowed, backward, copy, num_copy_tasks, 1, gate_up_dgrad) \
-  X(quantize, Quantize, quantize, windowed, wgrad, element, num_element_tasks, 1, none)                              \
-  X(wgrad, Wgrad, wgrad, windowed, wgrad, wgrad, not_by_block, 1, none)                                              \
-  X(schedule, ScheduleStage, schedule, apart, every, index, not_by_block, 0, none)                                   \
-  X(publish, Publish, publish, prologue, every, copy, not_by_block, 0, none)                                         \
-  X(shared_gate_up, SharedGateUp, grouped_gemm, prologue, forward, product, num_shared_gate_up_tiles, 0, none)       \
-  X(shared_down, SharedDown, grouped_gemm, prologue, forward, product, num_down_tiles, 0, none)                      \
-  X(shared_down_dgrad, SharedDownDgrad, grouped_dgrad, prologue, backward, product, num_shared_down_dgrad_tiles, 0,  \
-    none)                                                                                                            \
-  X(shared_gate_up_dgrad, SharedGateUpDgrad, grouped_dgrad, prologue, backward, product, num_down_tiles, 0, none)    \
-  X(shared_wgrad, SharedWgrad, wgrad, prologue, wgrad, wgrad, not_by_block, 0, none)                                 \
-  X(reduce, Reduce, reduce, last, every, element, not_by_block, 0, none)
+#define MOK_STAGES(X)                                                                                                 \
+  X(dispatch, Dispatch, dispatch, windowed, replayed, copy, copies, 0, none)                                          \
+  X(gate_up, GateUp, grouped_gemm, windowed, replayed, product, gate_up_tiles, 0, none)                               \
+  X(swiglu, Swiglu, swiglu, windowed, forward, element, elements, 0, gate_up)                                         \
+  X(down, Down, grouped_gemm, windowed, forward, product, down_tiles, 2, none)                                        \
+  X(combine, Combine, combine, windowed, forward, copy, copies, 2, down)                                              \
+  X(reverse_combine, ReverseCombine, reverse_combine, windowed, backward, copy, copies, 0, none)                      \
+  X(down_dgrad, DownDgrad, grouped_dgrad, windowed, backward, product, down_dgrad_tiles, 0, none)                     \
+  X(swiglu_backward, SwigluBackward, swiglu_backward, windowed, backward, element, elements, 0, down_dgrad)           \
+  X(gate_up_dgrad, GateUpDgrad, grouped_dgrad, windowed, backward, product, down_tiles, 1, none)                      \
+  X(reverse_dispatch, ReverseDispatch, reverse_dispatch, windowed, backward, copy, copies, 1, gate_up_dgrad)          \
+  X(quantize, Quantize, quantize, windowed, wgrad, element, elements, 1, none)                                        \
+  X(wgrad, Wgrad, wgrad, windowed, wgrad, wgrad, other, 1, none)                                                      \
+  X(schedule, ScheduleStage, schedule, apart, every, index, other, 0, none)                                           \
+  X(publish, Publish, publish, prologue, every, copy, other, 0, none)                                                 \
+  X(shared_gate_up, SharedGateUp, grouped_gemm, prologue, forward, product, shared_gate_up_tiles, 0, none)            \
+  X(shared_down, SharedDown, grouped_gemm, prologue, forward, product, down_tiles, 0, none)                           \
+  X(shared_down_dgrad, SharedDownDgrad, grouped_dgrad, prologue, backward, product, shared_down_dgrad_tiles, 0, none) \
+  X(shared_gate_up_dgrad, SharedGateUpDgrad, grouped_dgrad, prologue, backward, product, down_tiles, 0, none)         \
+  X(shared_wgrad, SharedWgrad, wgrad, prologue, wgrad, wgrad, other, 0, none)                                         \
+  X(reduce, Reduce, reduce, last, every, element, other, 0, none)
 
 #define MOK_STAGE_ENUMERATOR(name, ...) name,
 enum class Stage : int32 { MOK_STAGES(MOK_STAGE_ENUMERATOR) kCount, none = kCount };
@@ -56,6 +55,16 @@ constexpr int kNumStages = static_cast<int>(Stage::kCount);
 enum class Place : int32 { windowed, prologue, last, apart };
 enum class Pass : int32 { replayed, forward, forward_end, backward, wgrad, every };
 enum class Work : int32 { copy, element, product, wgrad, index };
+enum class BlockTasks : int32 {
+  copies,
+  elements,
+  gate_up_tiles,
+  down_tiles,
+  down_dgrad_tiles,
+  shared_gate_up_tiles,
+  shared_down_dgrad_tiles,
+  other,  // not by blocks
+};
 
 struct StageRow {
   const char *name, *file;
@@ -65,7 +74,7 @@ struct StageRow {
   int32 lag;
   Stage inside;
 };
-#define MOK_STAGE_ROW(name, Type, file, place, pass, work, block_tasks, lag, inside) \
+#define MOK_STAGE_ROW(name, Type, file, place, pass, work, tasks, lag, inside) \
   {#name, #file, Place::place, Pass::pass, Work::work, lag, Stage::inside},
 constexpr StageRow kStages[kNumStages] = {MOK_STAGES(MOK_STAGE_ROW)};
 #undef MOK_STAGE_ROW
@@ -139,6 +148,13 @@ constexpr Group mirror(Group group) {
   return mirrored;
 }
 
+#define MOK_OR_TASKS(name, Type, file, place, pass, work, tasks, ...) \
+  || (BlockTasks::tasks == kTasks && stage == Stage::name)
+template <BlockTasks kTasks>
+MOK_DEVICE bool has_tasks(Stage stage) {
+  return false MOK_STAGES(MOK_OR_TASKS);
+}
+#undef MOK_OR_TASKS
 // Done by communication workers, where a kernel has workers of both kinds.
 #define MOK_OR_COPY(name, Type, file, place, pass, work, ...) || (Work::work == Work::copy && stage == Stage::name)
 MOK_DEVICE bool is_communication(Stage stage) { return false MOK_STAGES(MOK_OR_COPY); }
@@ -249,13 +265,27 @@ constexpr uint64 edges_where(Predicate&& is_in) {
 static_assert(kNumEdges <= 64);
 constexpr uint64 kEdgesAcrossRanks = edges_where([](const EdgeRow& row) { return row.scope == Scope::ranks; });
 constexpr uint64 kScheduleEdges = edges_where([](const EdgeRow& row) { return row.epoch == Epoch::schedule; });
-constexpr uint64 kOrderEdges = edges_where([](const EdgeRow& row) { return row.epoch == Epoch::order; });
-constexpr uint64 kEdgesOfGrain =
-    edges_where([](const EdgeRow& row) { return row.cells == Cells::row_blocks_or_slots; });
-
-MOK_DEVICE bool is_in(uint64 edges, Edge edge) { return edges >> static_cast<int>(edge) & 1; }
-MOK_DEVICE bool is_cross_rank(Edge edge) { return is_in(kEdgesAcrossRanks, edge); }
-MOK_DEVICE bool is_schedule_edge(Edge edge) { return is_in(kScheduleEdges, edge); }
+// Comparisons with bounds: cheaper on a device than a look into a mask.
+constexpr int kNumAcrossRanks = count_of(kEdgesAcrossRanks);
+constexpr int kFirstScheduleCounter = kNumEdges - count_of(kScheduleEdges & ~kEdgesAcrossRanks);
+static_assert(kEdgesAcrossRanks == (uint64{1} << kNumAcrossRanks) - 1, "edges across ranks come first in the roster");
+static_assert((kScheduleEdges & ~kEdgesAcrossRanks) >> kFirstScheduleCounter ==
+                  (uint64{1} << (kNumEdges - kFirstScheduleCounter)) - 1,
+              "the counters of a schedule come last in the roster");
+MOK_DEVICE bool is_cross_rank(Edge edge) { return static_cast<int>(edge) < kNumAcrossRanks; }
+#define MOK_OR_SCHEDULE(name, scope, epoch, ...) \
+  || (Scope::scope == Scope::ranks && Epoch::epoch == Epoch::schedule && edge == Edge::name)
+MOK_DEVICE bool is_schedule_edge(Edge edge) {
+  return static_cast<int>(edge) >= kFirstScheduleCounter MOK_EDGES(MOK_OR_SCHEDULE);
+}
+#undef MOK_OR_SCHEDULE
+#define MOK_OR_ORDER(name, scope, epoch, ...) || (Epoch::epoch == Epoch::order && edge == Edge::name)
+MOK_DEVICE bool is_order_edge(Edge edge) { return false MOK_EDGES(MOK_OR_ORDER); }
+#undef MOK_OR_ORDER
+#define MOK_OR_GRAIN(name, scope, epoch, cells, ...) \
+  || (Cells::cells == Cells::row_blocks_or_slots && edge == Edge::name)
+MOK_DEVICE bool has_grain(Edge edge) { return false MOK_EDGES(MOK_OR_GRAIN); }
+#undef MOK_OR_GRAIN
 
 // Words that a rank has from each other one on the edges before this: where its own begin, times the number of ranks.
 constexpr int words_before(Edge edge) {
