@@ -155,6 +155,42 @@ MOK_DEVICE bool has_tasks(Stage stage) {
   return false MOK_STAGES(MOK_OR_TASKS);
 }
 #undef MOK_OR_TASKS
+constexpr bool is_windowed(Stage stage) { return row_of(stage).place == Place::windowed; }
+constexpr bool is_product(Stage stage) {
+  return row_of(stage).work == Work::product || row_of(stage).work == Work::wgrad;
+}
+
+// All that a kernel of a group has tasks of: with all stages of a pass, the prologue too.
+constexpr StageMask stages_in_kernel(Group group) {
+  const bool is_forward = group == kWholeForward, is_backward_kernel = group == kWholeBackward;
+  return group | stages_where([&](const StageRow& row) {
+           return row.place == Place::prologue && (row.pass == Pass::every ? is_forward || is_backward_kernel
+                                                   : is_backward(row.pass) ? is_backward_kernel
+                                                                           : is_forward);
+         });
+}
+
+// The groups of several stages that plans have: all contiguous ones of a pass; the whole pass with what is always last.
+constexpr int kNumPlanGroups = count_of(kPlanned) * (count_of(kPlanned) - 1);
+struct PlanGroups {
+  Group groups[kNumPlanGroups] = {};
+};
+constexpr PlanGroups make_plan_groups() {
+  PlanGroups out;
+  int num = 0;
+  constexpr Group kPasses[] = {kPlanned, kMirrored};
+  for (const Group whole : kPasses) {
+    const int begin = static_cast<int>(first_of(whole)), end = begin + count_of(whole);
+    for (int first = begin; first < end; ++first)
+      for (int last = first + 1; last < end; ++last) {
+        const Group group = group_of(static_cast<Stage>(first), static_cast<Stage>(last));
+        out.groups[num++] = group == kPlanned ? kWholeForward : group == kMirrored ? kWholeBackward : group;
+      }
+  }
+  return out;
+}
+constexpr PlanGroups kPlanGroups = make_plan_groups();
+
 // Done by communication workers, where a kernel has workers of both kinds.
 #define MOK_OR_COPY(name, Type, file, place, pass, work, ...) || (Work::work == Work::copy && stage == Stage::name)
 MOK_DEVICE bool is_communication(Stage stage) { return false MOK_STAGES(MOK_OR_COPY); }

@@ -10,7 +10,6 @@
 #pragma once
 
 #include "stages/grouped_gemm.h"
-#include "stages/reverse_combine.h"
 #include "stages/reverse_dispatch.h"
 #include "stages/swiglu_backward.h"
 

@@ -15,10 +15,8 @@
 // pointwise there. Sums run over k ascending from zero, whatever the number of rows.
 #pragma once
 
-#include "stages/combine.h"
-#include "stages/dispatch.h"
-#include "stages/stage.h"
 #include "stages/swiglu.h"
+#include "stages/token_rows.h"
 
 namespace mok {
 

@@ -8,7 +8,7 @@
 // shared_wgrad: the same for the shared expert, over this rank's own tokens.
 #pragma once
 
-#include "stages/quantize.h"
+#include "stages/gradient_operands.h"
 
 namespace mok {
 
@@ -59,11 +59,11 @@ struct WgradOf {
 
   template <class Worker>
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
-    return needs_operands(args, task, signals) && needs_carry_place(args, task, signals);
+    return needs_of_other_kernels(args, task, signals) && needs_carry_place(args, task, signals);
   }
   // The rows, and the carry that the sums start from.
   template <class Worker>
-  MOK_DEVICE static bool needs_operands(const Args& args, const Task& task, Signals<Worker>& signals) {
+  MOK_DEVICE static bool needs_of_other_kernels(const Args& args, const Task& task, Signals<Worker>& signals) {
     const Call& call = args.call;
     if (task.num_rows == 0) return true;
     if constexpr (kIsShared) {

@@ -244,9 +244,9 @@ MUTATIONS = [
     ),
     # ---- the host target ----
     Mutation(
-        "csrc/targets/host/swapped.cpp",
-        "return windowed<SwappedWgrad>;",
-        "return windowed<Wgrad>;",
+        "csrc/targets/host/driver.h",
+        "return S::needs_of_other_kernels(args, task, signals);",
+        "return S::needs(args, task, signals);",
         CPU + "test_swap_backward.py -k one_carry",
     ),
     Mutation(

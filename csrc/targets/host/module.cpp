@@ -11,7 +11,6 @@
 
 #include "targets/host/gemm.h"
 #include "targets/host/kernels.h"
-#include "targets/host/swapped.h"
 #include "targets/host/workspace.h"
 
 namespace nb = nanobind;
@@ -314,9 +313,9 @@ void bind_program(nb::module_& m) {
             spec.launch.has_prologue = has_prologue;
             spec.launch.is_last_group = is_last_group;
             spec.launch.launch_idx = static_cast<int32>(self.launches.size());
-            spec.kernel =
-                swapped.is_none() ? find_kernel(group, spec.launch.stage) : find_swapped_kernel(stage_by_name(stage));
-            if (!spec.kernel) throw nb::value_error(("the host target has no kernel '" + name + "'").c_str());
+            spec.kernel = find_kernel(group, spec.launch.stage);
+            if (!spec.kernel || (!swapped.is_none() && count_of(group) > 1))
+              throw nb::value_error(("the host target has no kernel '" + name + "'").c_str());
             spec.is_join = is_join;
             spec.stream = stream;
             spec.num_workers = num_workers;

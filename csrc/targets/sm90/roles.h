@@ -313,5 +313,7 @@ MOK_DEVICE void run_gemm_kernel(const CallSet& set, const Launch& launch,
     mok::sm90::run_gemm_kernel<Stages, kGroup>(set, launch, maps MOK_TRACED(, trace_sink));  \
   }
 #define MOK_COMMA ,
-#define MOK_GEMM_KERNEL(name, S, kGroup) MOK_SM90_KERNEL(name, mok::sm90::StageSet<false MOK_COMMA S>, 0)
-#define MOK_PERSISTENT_KERNEL(name, kGroup) MOK_SM90_KERNEL(name, mok::sm90::StagesOfGroup<kGroup>, kGroup)
+#define MOK_GEMM_KERNEL(name, S) MOK_SM90_KERNEL(name, mok::sm90::StageSet<false MOK_COMMA S>, 0)
+// The one of MOK_GROUP_MASK: a run-time compiler makes one kernel at a time. `StagesOf` as in targets/host/gemm_driver.h.
+#define MOK_PERSISTENT_KERNELS(StagesOf) \
+  MOK_SM90_KERNEL(persistent, mok::sm90::ProductsOf<StagesOf<MOK_GROUP_MASK>>, MOK_GROUP_MASK)
