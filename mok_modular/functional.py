@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mok_modular.calls import (
+from mok_modular.calls.checks import (
     MoKForwardContext,
     MoKSchedule,
     call_key,
@@ -41,22 +41,17 @@ from mok_modular.calls import (
     schedule_sizes,
     with_tensors,
 )
-from mok_modular.config import MoKConfig
-from mok_modular.functional_backward import (
+from mok_modular.calls.functional_backward import (
     MoKDgradContext,
     backward,
     backward_dgrad,
     backward_wgrad,
     recompute_forward_context,
 )
-from mok_modular.precision import RoutedWeight, unpack_forward
+from mok_modular.calls.precision import RoutedWeight, unpack_forward
+from mok_modular.calls.workspace import Workspace, clear_workspace_cache, create_workspace, get_workspace
+from mok_modular.protocol.config import MoKConfig
 from mok_modular.targets import host
-from mok_modular.workspace import (
-    Workspace,
-    clear_workspace_cache,
-    create_workspace,
-    get_workspace,
-)
 
 __all__ = [
     "MoKDgradContext",

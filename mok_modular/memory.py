@@ -11,9 +11,9 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from mok_modular.calls import empty_context, empty_schedule, schedule_sizes
-from mok_modular.config import MoEShape, MoKConfig
-from mok_modular.targets.sizes import Sizes
+from mok_modular.calls.checks import empty_context, empty_schedule, schedule_sizes
+from mok_modular.protocol.config import MoEShape, MoKConfig
+from mok_modular.protocol.sizes import Sizes
 
 _META = torch.device("meta")  # sizes without memory
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mok_modular.config import MoEShape
+from mok_modular.protocol.config import MoEShape
 
 if TYPE_CHECKING:
     from mok_modular.layer import MoE

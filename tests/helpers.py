@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mok_modular import LocalGroup, MoE, MoEShape, MoKConfig, functional
-from mok_modular.precision import pack_backward, pack_forward
+from mok_modular.calls.precision import pack_backward, pack_forward
 from mok_modular.testing import Workload, check_forward, check_tensors
 from mok_modular.testing.runs import ForwardResult
 

@@ -12,7 +12,7 @@ from mok_modular.stages.tables import Tables, check_tables, kernel_tables
 from mok_modular.targets import host_stage
 
 if TYPE_CHECKING:
-    from mok_modular.group import LocalGroup
+    from mok_modular.ranks.group import LocalGroup
 
 
 def reference(ys: Sequence[Tensor], schedules: Sequence[Tables], *, direction: str = "push") -> list[Tensor]:

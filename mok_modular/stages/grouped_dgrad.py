@@ -12,7 +12,7 @@ from mok_modular.stages.tables import check_segments
 from mok_modular.targets import host_stage
 
 if TYPE_CHECKING:
-    from mok_modular.group import LocalGroup
+    from mok_modular.ranks.group import LocalGroup
 
 
 def reference(

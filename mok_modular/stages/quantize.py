@@ -11,7 +11,7 @@ from mok_modular.ops import TILE
 from mok_modular.targets import host_stage
 
 if TYPE_CHECKING:
-    from mok_modular.group import LocalGroup
+    from mok_modular.ranks.group import LocalGroup
 
 BLOCK = 32
 

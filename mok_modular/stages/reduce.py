@@ -10,7 +10,7 @@ from torch import Tensor
 from mok_modular.targets import host_stage
 
 if TYPE_CHECKING:
-    from mok_modular.group import LocalGroup
+    from mok_modular.ranks.group import LocalGroup
 
 
 def reference(combined: Tensor, router_weights: Tensor, route_mask: Tensor, shared: Tensor | None) -> Tensor:

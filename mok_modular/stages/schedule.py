@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from mok_modular.config import MoKConfig
     from mok_modular.functional import MoKSchedule
-    from mok_modular.group import LocalGroup, LocalMember
+    from mok_modular.protocol.config import MoKConfig
+    from mok_modular.ranks.group import LocalGroup, LocalMember
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,8 +123,8 @@ def launch(
     ``config`` leaves room for and for a group of another size.
     """
     from mok_modular import functional  # a layer uses the stages, and this stage a layer's exchange
-    from mok_modular.config import MoKConfig
-    from mok_modular.group import LocalGroup
+    from mok_modular.protocol.config import MoKConfig
+    from mok_modular.ranks.group import LocalGroup
 
     _check(top_experts, num_experts, row_block)
     num_ranks, topk = len(top_experts), top_experts[0].shape[1]

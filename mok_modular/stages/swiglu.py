@@ -11,7 +11,7 @@ from torch import Tensor
 from mok_modular.targets import host_stage
 
 if TYPE_CHECKING:
-    from mok_modular.group import LocalGroup
+    from mok_modular.ranks.group import LocalGroup
 
 
 def reference(gate: Tensor, up: Tensor, limit: float | None = None, *, num_rows: Tensor | int | None = None) -> Tensor:

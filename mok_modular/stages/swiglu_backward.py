@@ -11,7 +11,7 @@ from torch import Tensor
 from mok_modular.targets import host_stage
 
 if TYPE_CHECKING:
-    from mok_modular.group import LocalGroup
+    from mok_modular.ranks.group import LocalGroup
 
 NUM_COLUMNS = 32
 """Columns of h that make one partial sum of d_router."""

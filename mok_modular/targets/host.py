@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mok_modular.config import MoKConfig
-from mok_modular.errors import MoKDeadlockError, MoKPeerError, MoKSignalError, MoKTimeoutError
-from mok_modular.plan import WINDOWED_STAGES, Launch, Plan, group_mask
+from mok_modular.protocol.config import MoKConfig
+from mok_modular.protocol.errors import MoKDeadlockError, MoKPeerError, MoKSignalError, MoKTimeoutError
+from mok_modular.protocol.plan import WINDOWED_STAGES, Launch, Plan, group_mask
+from mok_modular.protocol.sizes import Sizes, extension
+from mok_modular.protocol.trace import Trace
 from mok_modular.swap import Swap
-from mok_modular.targets.sizes import Sizes, extension
-from mok_modular.trace import Trace
 
 if TYPE_CHECKING:
-    from mok_modular.group import LocalGroup
+    from mok_modular.ranks.group import LocalGroup
 
 STREAMS = {"comm": 0, "compute": 1}
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mok_modular.errors import MoKDeadlockError, MoKTimeoutError
-from mok_modular.group import LocalGroup
-from mok_modular.plan import Plan, group_mask
+from mok_modular.protocol.errors import MoKDeadlockError, MoKTimeoutError
+from mok_modular.protocol.plan import Plan, group_mask
+from mok_modular.ranks.group import LocalGroup
 from mok_modular.targets.host import extension
 
 ROW_BLOCKS = (128, 256)
@@ -24,7 +24,7 @@ _INT32 = torch.int32
 
 
 class StageRun:
-    """The ranks of one launch on the host target (on a GPU: cuda_stage.CudaStageRun).
+    """The ranks of one launch on the host target (on a GPU: cuda/stage.py, CudaStageRun).
 
     `tables` holds every rank's tables of rows (see `segment_tables`), with El local experts each; a width that the
     stage does not use may stay 0. `ring_rows` and `generation` (-1: all) are for rows that do not fit into one
@@ -161,7 +161,7 @@ def open_run(
         raise ValueError(f"group must be where the arguments are, on {device}, got {group.device}")
     if device.type == "cpu":
         return StageRun(stage, tables, group=group, **sizes)
-    from mok_modular.targets.cuda_stage import CudaStageRun  # needs a driver
+    from mok_modular.targets.cuda.stage import CudaStageRun  # needs a driver
 
     return CudaStageRun(stage, tables, group=group, **sizes)
 

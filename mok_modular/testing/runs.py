@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mok_modular.config import MoKConfig
-from mok_modular.precision import pack_backward, pack_forward
+from mok_modular.calls.precision import pack_backward, pack_forward
+from mok_modular.protocol.config import MoKConfig
 from mok_modular.reference import LayerGradients
 from mok_modular.targets.host import TASK_ORDER
 from mok_modular.testing.workload import Workload

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mok_modular.config import MoEShape
+from mok_modular.protocol.config import MoEShape
 from mok_modular.routing import Routing
 
 

@@ -10,7 +10,7 @@ from helpers import SMALL_RING, build, forward, make_workload, weights_of, works
 from torch import Tensor
 
 from mok_modular import LocalGroup, MoKConfig, MoKDeadlockError, MoKTimeoutError, functional
-from mok_modular.precision import pack_backward
+from mok_modular.calls.precision import pack_backward
 from mok_modular.targets import host
 from mok_modular.testing import Workload
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mok_modular import trace
-from mok_modular.targets import cuda_trace
+from mok_modular.protocol import trace
+from mok_modular.targets.cuda import trace as cuda_trace
 from mok_modular.targets.host import extension
 
 LAUNCHES = [("schedule", "comm")], [("fused", "compute"), ("reduce", "compute")]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mok_modular import _host, cli
-from mok_modular.plan import SHARED_STAGES, STAGES
+from mok_modular.protocol.plan import SHARED_STAGES, STAGES
 from mok_modular.swap import STAGES_OF
 from mok_modular.targets.host import TASK_ORDER, WRITERS
 from mok_modular.testing.contract import RULES

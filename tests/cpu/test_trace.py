@@ -22,8 +22,9 @@ from helpers import (
     workspace_for,
 )
 
-from mok_modular import LocalGroup, MoKConfig, cli, functional, trace
-from mok_modular.plan import all_plans
+from mok_modular import LocalGroup, MoKConfig, cli, functional
+from mok_modular.protocol import trace
+from mok_modular.protocol.plan import all_plans
 from mok_modular.testing import Workload
 
 PUSH_AND_PULL = {**FULL_RING, "dispatch": "push", "combine": "pull"}

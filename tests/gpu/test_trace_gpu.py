@@ -15,8 +15,9 @@ import torch
 from helpers import FULL_RING, SMALL_RING, make_workload, same_bits
 from torch import Tensor
 
-from mok_modular import LocalGroup, MoKConfig, cli, trace
-from mok_modular.targets import cuda_trace
+from mok_modular import LocalGroup, MoKConfig, cli
+from mok_modular.protocol import trace
+from mok_modular.targets.cuda import trace as cuda_trace
 from mok_modular.testing import Workload, faults
 
 DEVICE = "cuda:0"

@@ -17,50 +17,50 @@ CPU = "tests/cpu/"
 MUTATIONS = [
     # ---- Python ----
     Mutation(
-        "mok_modular/plan.py",
+        "mok_modular/protocol/plan.py",
         "            for group in self.groups\n        ]\n        return [*first, *windows, reduce]",
         "            for group in reversed(self.groups)\n        ]\n        return [*first, *windows, reduce]",
         CPU + "test_plan.py",
     ),
     Mutation(
-        "mok_modular/group.py",
+        "mok_modular/ranks/group.py",
         "(causes or others or raised)[0]",
         "(raised or causes or others)[0]",
         CPU + "test_group.py",
     ),
     Mutation(
-        "mok_modular/swap_window.py",
+        "mok_modular/swap/window.py",
         'num_generations - 1 - generation if self.call.kind == "forward" else generation',
         "generation",
         CPU + "test_swap.py -k reference_in_place",
     ),
-    Mutation("mok_modular/swap_window.py", "- self.first_row\n", "\n", CPU + "test_swap.py -k reference_in_place"),
+    Mutation("mok_modular/swap/window.py", "- self.first_row\n", "\n", CPU + "test_swap.py -k reference_in_place"),
     Mutation(
-        "mok_modular/swap.py",
+        "mok_modular/swap/__init__.py",
         "self.errors[rank] = error\n",
         "pass\n",
         CPU + "test_swap.py -k an_exception",
     ),
     Mutation(
-        "mok_modular/swap_backward.py",
+        "mok_modular/swap/backward.py",
         "int(end[expert]) > window.num_rows",
         "int(end[expert]) >= window.num_rows",
         CPU + "test_swap_backward.py -k reference_in_place",
     ),
     Mutation(
-        "mok_modular/swap_backward.py",
+        "mok_modular/swap/backward.py",
         "out.float() + sums if _is_added(tensors) else sums",
         "sums",
         CPU + "test_swap_backward.py -k main_grads",
     ),
     Mutation(
-        "mok_modular/swap_backward.py",
+        "mok_modular/swap/backward.py",
         'tensors.get(f"w_dgrad_{name}", tensors[f"w_routed_{name}"])',
         'tensors[f"w_routed_{name}"]',
         CPU + "test_swap_backward.py -k own_axis",
     ),
     Mutation(
-        "mok_modular/swap_backward.py",
+        "mok_modular/swap/backward.py",
         "d_router.where(mask, 0)",
         "d_router",
         CPU + "test_swap_backward.py -k reference_in_place",
@@ -72,12 +72,14 @@ MUTATIONS = [
         CPU + "test_contract_backward.py -k our_own",
     ),
     Mutation(
-        "mok_modular/trace.py",
+        "mok_modular/protocol/trace.py",
         '"dur": (each.end - each.begin) * scale',
         '"dur": each.end * scale',
         CPU + "test_trace.py -k chrome",
     ),
-    Mutation("mok_modular/trace.py", "if b.begin < a.end", "if b.begin > a.end", CPU + "test_trace.py -k fibers"),
+    Mutation(
+        "mok_modular/protocol/trace.py", "if b.begin < a.end", "if b.begin > a.end", CPU + "test_trace.py -k fibers"
+    ),
     Mutation(
         "mok_modular/testing/faults.py",
         "            host.planted_faults.remove(row)",
@@ -103,7 +105,7 @@ MUTATIONS = [
         CPU + "test_swap.py -k behind_the_last",
     ),
     Mutation(
-        "mok_modular/workspace.py",
+        "mok_modular/calls/workspace.py",
         "found is None or found.num_local_tokens < num_local_tokens",
         "found is None or found.num_local_tokens > num_local_tokens",
         CPU + "test_workspace.py",
@@ -115,13 +117,13 @@ MUTATIONS = [
         CPU + "test_faults.py -k stalled",
     ),
     Mutation(
-        "mok_modular/config.py",
+        "mok_modular/protocol/config.py",
         "if self.macrobatch_size % self.minibatch_size != 0:",
         "if self.macrobatch_size % self.minibatch_size == -1:",
         CPU + "test_config.py",
     ),
     Mutation(
-        "mok_modular/explore.py",
+        "mok_modular/cli/explore.py",
         "for num_ranks, layouts in LAYOUTS.items():",
         "for num_ranks, layouts in ():",
         CPU + "test_explore.py -k command",
