@@ -50,8 +50,8 @@ from mok_modular.calls.functional_backward import (
 )
 from mok_modular.calls.precision import RoutedWeight, unpack_forward
 from mok_modular.calls.workspace import Workspace, clear_workspace_cache, create_workspace, get_workspace
+from mok_modular.protocol.call import Call
 from mok_modular.protocol.config import MoKConfig
-from mok_modular.targets import host
 
 __all__ = [
     "MoKDgradContext",
@@ -81,7 +81,7 @@ def build_schedule(
     capacity with both numbers) on the rank concerned; its peers raise MoKPeerError.
     """
 
-    def checked() -> tuple[host.Call, dict[str, int]]:
+    def checked() -> tuple[Call, dict[str, int]]:
         """The call, apart from its tensors, and the sizes of the schedule's."""
         ids, num_experts = check_schedule(workspace, config, top_experts, num_local_experts)
         capacity_rows = workspace.shared.capacity_rows(num_experts)
@@ -92,7 +92,7 @@ def build_schedule(
             )
         shape = workspace.shared.shape(num_experts, capacity_rows, 64)
         check_ring(config, shape)
-        call = host.Call(
+        call = Call(
             kind="schedule",
             plan=config.plan,
             num_tokens=ids.shape[0],
@@ -105,7 +105,7 @@ def build_schedule(
         )
         return call, schedule_sizes(shape, ids.numel())
 
-    def prepare() -> tuple[host.Call, MoKSchedule]:
+    def prepare() -> tuple[Call, MoKSchedule]:
         key = call_key("schedule", workspace, config, (top_experts,), num_local_experts)
         call, sizes = remember(workspace, key, checked)
         ids = top_experts.to(torch.int32)
@@ -145,10 +145,10 @@ def forward(
 
     weights = named_weights(w_shared_gate, w_shared_up, w_shared_down, w_routed_gate, w_routed_up, w_routed_down)
 
-    def prepare() -> tuple[host.Call, Any]:
+    def prepare() -> tuple[Call, Any]:
         unpacked, is_mxfp8 = unpack_forward(weights)
 
-        def checked() -> tuple[host.Call, MoKForwardContext]:
+        def checked() -> tuple[Call, MoKForwardContext]:
             """The call, apart from its tensors, and a context that holds nothing."""
             sizes = check_layer(workspace, config, schedule, x, router_weights, unpacked, swiglu_limit, is_mxfp8)
             limit = None if swiglu_limit is None else float(swiglu_limit)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mok_modular.targets import host
+from mok_modular.protocol.sizes import extension
 
 TILE = 128
 """M and N of an MXFP8 matrix are multiples of this: 128 rows by 4 scales are one tile of the scale layout."""
@@ -105,7 +105,7 @@ def _quantize(x: Tensor, rowwise: bool, columnwise: bool) -> list[Tensor]:
     row, column = (pointers[:2] if rowwise else [0, 0]), (pointers[-2:] if columnwise else [0, 0])
     if x.numel():
         rows, cols = x.shape[-2:]
-        host.extension().mxfp8_quantize(x.data_ptr(), x.numel() // (rows * cols), rows, cols, *row, *column)
+        extension().mxfp8_quantize(x.data_ptr(), x.numel() // (rows * cols), rows, cols, *row, *column)
     return out
 
 
@@ -123,7 +123,7 @@ def _dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     if data.numel():
         rows, cols = data.shape[-2:]
         num, is_bf16 = data.numel() // (rows * cols), dtype == torch.bfloat16
-        host.extension().mxfp8_dequantize(data.data_ptr(), scale.data_ptr(), num, rows, cols, out.data_ptr(), is_bf16)
+        extension().mxfp8_dequantize(data.data_ptr(), scale.data_ptr(), num, rows, cols, out.data_ptr(), is_bf16)
     return out
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from mok_modular.calls.workspace import Workspace, layout_key
+from mok_modular.protocol.call import Call
 from mok_modular.protocol.config import MoKConfig
 from mok_modular.protocol.errors import MoKPeerError
-from mok_modular.targets import host
+from mok_modular.protocol.sizes import extension
 
 T = TypeVar("T")
 
@@ -70,7 +71,7 @@ class MoKForwardContext:
 
 
 def make_collective(workspace: Workspace, name: str, config: MoKConfig, prepare: Callable[[], Any]) -> Any:
-    """Checks this rank's arguments and makes the call with all ranks: `prepare() -> (host.Call, what to return)`.
+    """Checks this rank's arguments and makes the call with all ranks: `prepare() -> (Call, what to return)`.
 
     What `prepare` raises is raised here, and the peers get a MoKPeerError that names it.
     """
@@ -80,7 +81,7 @@ def make_collective(workspace: Workspace, name: str, config: MoKConfig, prepare:
         tell_peers(workspace, name, error)
         raise
 
-    def act(calls: list[host.Call | None]) -> Sequence[Any]:
+    def act(calls: list[Call | None]) -> Sequence[Any]:
         return run(workspace, calls, name)
 
     workspace.meet(name, call, act, config.start_timeout_s, is_checked_later=True)
@@ -124,8 +125,8 @@ def remember(workspace: Workspace, key: Any, checked: Callable[[], T]) -> T:
 
 
 def with_tensors(
-    call: host.Call, workspace: Workspace, schedule: MoKSchedule, tensors: Mapping[str, Tensor | None], key: Any
-) -> host.Call:
+    call: Call, workspace: Workspace, schedule: MoKSchedule, tensors: Mapping[str, Tensor | None], key: Any
+) -> Call:
     """A call with its tensors, on the current stream. `key`: of all that its kernels are told, None if not known."""
     return replace(
         call,
@@ -151,10 +152,10 @@ def layer_call(
     num_tokens: int,
     swiglu_limit: float | None,
     is_mxfp8: bool = False,
-) -> host.Call:
+) -> Call:
     """A call of the layer with arguments that were checked; `sizes` as check_layer returns them."""
     num_local_experts, intermediate_size, shared_size = sizes
-    return host.Call(
+    return Call(
         kind=kind,
         plan=config.plan,
         num_tokens=num_tokens,
@@ -243,7 +244,7 @@ def schedule_sizes(shape: Any, num_routes: int) -> dict[str, int]:
         "row_block_expert": shape.capacity_rows // shape.row_block,
         "window_start": shape.max_windows + 1,
         "generation_window": shape.max_generations + 1,
-        "counts": host.extension().num_counts(),
+        "counts": extension().num_counts(),
         "route_rank": num_routes,
         "route_row": num_routes,
         "sorted_route": num_routes,

@@ -25,8 +25,8 @@ from mok_modular.calls.checks import (
 )
 from mok_modular.calls.precision import RoutedWeight, unpack_backward, unpack_forward
 from mok_modular.calls.workspace import Workspace
+from mok_modular.protocol.call import Call
 from mok_modular.protocol.config import MoKConfig
-from mok_modular.targets import host
 
 MAIN_GRADS = ("d_shared_gate", "d_routed_gate", "d_shared_up", "d_routed_up", "d_shared_down", "d_routed_down")
 """The order of `main_grads`."""
@@ -69,7 +69,7 @@ def recompute_forward_context(
     Arguments as for `forward`. swiglu_limit changes nothing in a context; it is taken so that calls look alike.
     """
 
-    def prepare() -> tuple[host.Call, MoKForwardContext]:
+    def prepare() -> tuple[Call, MoKForwardContext]:
         weights: dict[str, Any] = {
             "w_shared_gate": w_shared_gate,
             "w_shared_up": w_shared_up,
@@ -128,7 +128,7 @@ def backward(
     addition, those of experts without rows stay untouched, and None is returned for the weights.
     """
 
-    def prepare() -> tuple[host.Call, tuple[Tensor | None, ...]]:
+    def prepare() -> tuple[Call, tuple[Tensor | None, ...]]:
         weights = named_weights(w_shared_gate, w_shared_up, w_shared_down, w_routed_gate, w_routed_up, w_routed_down)
         weights, is_mxfp8 = unpack_backward(weights, can_replay=_can_replay(config, schedule))
         sizes = check_layer(workspace, config, schedule, x, router_weights, weights, swiglu_limit, is_mxfp8)
@@ -167,7 +167,7 @@ def backward_dgrad(
     rows (macrobatch_size at least the capacity of the schedule): nothing may be overwritten in between.
     """
 
-    def prepare() -> tuple[host.Call, tuple[Tensor, Tensor, MoKDgradContext]]:
+    def prepare() -> tuple[Call, tuple[Tensor, Tensor, MoKDgradContext]]:
         weights = named_weights(w_shared_gate, w_shared_up, w_shared_down, w_routed_gate, w_routed_up, w_routed_down)
         weights, is_mxfp8 = unpack_backward(weights, can_replay=False)
         sizes = check_layer(workspace, config, schedule, x, router_weights, weights, swiglu_limit, is_mxfp8)
@@ -207,7 +207,7 @@ def backward_wgrad(
     dgrad_context: of `backward_dgrad` with the same schedule, context, d_output and x; the rest as for `backward`.
     """
 
-    def prepare() -> tuple[host.Call, tuple[Tensor | None, ...]]:
+    def prepare() -> tuple[Call, tuple[Tensor | None, ...]]:
         weights = named_weights(w_shared_gate, w_shared_up, w_shared_down, w_routed_gate, w_routed_up, w_routed_down)
         weights, is_mxfp8 = unpack_backward(weights, needs_values=False)
         sizes = check_layer(workspace, config, schedule, x, None, weights, None, is_mxfp8)

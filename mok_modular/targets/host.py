@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
-import math
-import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from mok_modular.protocol.call import STREAMS, Call, last_remote_launch, launches
 from mok_modular.protocol.config import MoKConfig
+from mok_modular.protocol.diagnosis import culprit, describe_mismatch, find_culprit, is_mismatch_hidden
 from mok_modular.protocol.errors import MoKDeadlockError, MoKPeerError, MoKSignalError, MoKTimeoutError
-from mok_modular.protocol.plan import WINDOWED_STAGES, Launch, Plan, group_mask
+from mok_modular.protocol.plan import Launch, group_mask
 from mok_modular.protocol.sizes import Sizes, extension
 from mok_modular.protocol.trace import Trace
 from mok_modular.swap import Swap
@@ -22,87 +21,10 @@ from mok_modular.swap import Swap
 if TYPE_CHECKING:
     from mok_modular.ranks.group import LocalGroup
 
-STREAMS = {"comm": 0, "compute": 1}
-
 planted_faults: list[dict[str, Any]] = []
 """What mok_modular.testing.faults has planted in every run of this process."""
 
-WRITERS = {
-    "topk_ready": ("schedule",),
-    "input_ready": ("publish",),
-    "entered": ("publish", "schedule"),
-    "done": ("combine", "down", "publish", "reduce", "reverse_dispatch", "gate_up_dgrad"),
-    "x_ready": ("dispatch",),
-    "x_arrived": ("dispatch",),
-    "gate_up_ready": ("gate_up",),
-    "hidden_ready": ("swiglu", "gate_up"),
-    "y_ready": ("down",),
-    "y_arrived": ("down",),
-    "slot_free": ("combine", "down", "reverse_dispatch", "gate_up_dgrad", "wgrad"),
-    "shared_hidden_ready": ("shared_gate_up",),
-    "shared_ready": ("shared_down", "shared_gate_up_dgrad"),
-    "d_y_ready": ("reverse_combine",),
-    "d_hidden_ready": ("down_dgrad",),
-    "d_gate_up_ready": ("swiglu_backward", "down_dgrad"),
-    "d_x_ready": ("gate_up_dgrad",),
-    "segment_ready": ("swiglu_backward", "down_dgrad", "quantize"),
-    "carry_done": ("wgrad",),
-    "shared_d_gate_up_ready": ("shared_down_dgrad",),
-    "published": ("publish",),
-}
-"""Which stages publish an edge."""
-
-TASK_ORDER = (
-    "publish",
-    "shared_gate_up",
-    "shared_down",
-    "shared_down_dgrad",
-    "shared_gate_up_dgrad",
-    "shared_wgrad",
-    *WINDOWED_STAGES,
-    "reduce",
-)
-"""The stages in the order of a rank's tasks; a call has those of its pass."""
-
-_SCHEDULE_ORDER = ("topk_ready", "ids_counted", "laid_out")
 _START_EDGES = ("entered", "topk_ready", "input_ready")  # what only a late rank can delay
-
-
-@dataclass
-class Call:
-    """One rank's part of a collective call, with pointers taken from `schedule` and `tensors`."""
-
-    kind: str  # "schedule", or the name of a function of mok_modular.functional
-    plan: Plan
-    num_tokens: int
-    num_local_experts: int
-    capacity_rows: int
-    schedule: Mapping[str, Tensor]
-    tensors: Mapping[str, Tensor]
-    agree: Mapping[str, Any]  # what every rank must have the same of, by name
-    intermediate_size: int = 64
-    shared_size: int = 0
-    swiglu_limit: float | None = None
-    is_mxfp8: bool = False  # operands of the routed experts
-    config: MoKConfig = field(default_factory=MoKConfig)
-    stream: torch.cuda.Stream | None = None  # the rank's current one, on a GPU
-    key: Any = None  # of everything that kernels are told: equal keys, equal arguments. None: unknown
-
-    @property
-    def is_backward(self) -> bool:
-        """A backward, or one half of it: macrobatches ascend."""
-        return self.kind.startswith("backward")
-
-    def fingerprint(self) -> int:
-        """16 bits over `agree`, for the words that ranks exchange."""
-        return zlib.crc32(repr(sorted(self.agree.items())).encode()) & 0xFFFF
-
-    def spoil(self) -> None:
-        """NaN in what the call has written for its caller: somebody may use it before the error is seen."""
-        is_added_to = any(name.startswith("gradients_") for name in self.tensors)
-        for name, tensor in self.tensors.items():
-            if name in ("output", "d_router") or (name.startswith(("d_routed_", "d_shared_")) and not is_added_to):
-                tensor.fill_(math.nan)
 
 
 class SharedWorkspace:
@@ -218,7 +140,7 @@ class SharedWorkspace:
         ]
         for call, shape in zip(calls, shapes, strict=True):
             shape.is_mxfp8 = call.is_mxfp8
-        if _is_mismatch_hidden(calls):
+        if is_mismatch_hidden(calls):
             return [MoKPeerError(describe_mismatch(calls)) for _ in calls]
         # Ranks whose calls differ run until they see it: each one's memory must hold what it works on until then.
         for shape in shapes if any(call.agree != calls[0].agree for call in calls) else shapes[:1]:
@@ -357,106 +279,3 @@ class SharedWorkspace:
         if places:
             why += f"; {', '.join(sorted(places))}: neither works nor waits"
         return [kind(f"{call.kind}: {what}; {why}", waits) for call in calls]
-
-
-def launches(call: Call, shape: Any) -> list[Launch]:
-    """The kernel launches of a call on every rank, in order."""
-    if call.kind == "schedule":
-        return [Launch("schedule", ("schedule",), None, "comm")]
-    has_shared = call.shared_size > 0
-    if call.kind == "recompute_forward_context":
-        return call.plan.recompute_launches(has_shared)
-    if call.is_backward:
-        return call.plan.backward_launches(
-            shape.max_generations,
-            has_shared,
-            has_dgrad=call.kind != "backward_wgrad",
-            has_wgrad=call.kind != "backward_dgrad",
-            is_mxfp8=call.is_mxfp8,
-        )
-    return call.plan.launches(shape.max_generations, has_shared)
-
-
-def last_remote_launch(in_order: Sequence[Launch]) -> int:
-    """The launch behind which a rank has no remote access left; -1 if none works through the ring."""
-    remote = ("dispatch", "combine", "reverse_combine", "reverse_dispatch")
-    windowed = [i for i, launch in enumerate(in_order) if group_mask(launch.stages)]
-    reaching = [i for i in windowed if any(stage in in_order[i].stages for stage in remote)]
-    return max(reaching or windowed, default=-1)
-
-
-def _is_mismatch_hidden(calls: Sequence[Call]) -> bool:
-    """Two ranks make different calls, and their fingerprints are the same by chance: no wait would see it."""
-    first: dict[tuple[str, int], Call] = {}
-    return any(call.agree != first.setdefault((call.kind, call.fingerprint()), call).agree for call in calls)
-
-
-def find_culprit(
-    waits: Sequence[Mapping[str, Any]], ring_blocks: int = 1 << 30, is_backward: bool = False
-) -> Mapping[str, Any] | None:
-    """The wait that nobody is on the way to end; the others follow from it. None if there are no waits.
-
-    A task waits only for tasks before it in its rank's order (by generations of `ring_blocks` row blocks, then by
-    stages) or for other ranks. So the first wait of a rank in that order is the one to look at, unless it is for
-    a rank that itself waits before it could publish the edge.
-    """
-
-    def place(wait: Mapping[str, Any]) -> tuple[float, int]:
-        if wait["stage"] == "schedule":
-            return 0, _SCHEDULE_ORDER.index(wait["edge"])
-        generation: float = wait["block"] // ring_blocks  # macrobatches ascend in a backward, else descend
-        if not is_backward:
-            generation = -generation
-        if wait["stage"] not in WINDOWED_STAGES:
-            generation = math.inf if wait["stage"] == "reduce" else -math.inf
-        return generation, TASK_ORDER.index(wait["stage"])
-
-    is_id_missing = any(wait["stage"] == "schedule" and wait["peer"] >= 0 for wait in waits)
-
-    def is_root(wait: Mapping[str, Any]) -> bool:
-        if wait["stage"] == "schedule" and wait["peer"] < 0 and is_id_missing:
-            return False  # everything else in a schedule comes behind the ids of all ranks
-        if wait["peer"] < 0:
-            return not any(other["rank"] == wait["rank"] and place(other) < place(wait) for other in waits)
-        if wait["stage"] == "schedule":
-            return True
-        last_writer = {"done": "wgrad" if is_backward else "combine", "entered": "publish"}.get(
-            wait["edge"], WRITERS[wait["edge"]][-1]
-        )
-        num_before = TASK_ORDER.index(last_writer) + 1
-        return not any(
-            other["rank"] == wait["peer"] and other is not wait and other["stage"] in TASK_ORDER[:num_before]
-            for other in waits
-        )
-
-    return next((wait for wait in waits if is_root(wait)), waits[0] if waits else None)
-
-
-def culprit(waits: Sequence[Mapping[str, Any]], ring_blocks: int = 1 << 30, is_backward: bool = False) -> str:
-    """`find_culprit` in words."""
-    wait = find_culprit(waits, ring_blocks, is_backward)
-    if wait is None:
-        return "no wait is on record"
-    at = wait["peer"] if wait["peer"] >= 0 else wait["rank"]
-    return (
-        f"nobody will publish {wait['edge']}[{wait['index']}]: rank {wait['rank']}, {wait['stage']} task "
-        f"{wait['task']}, waits for rank {at}, has {wait['have']} and wants {wait['want']}"
-    )
-
-
-def describe_mismatch(calls: Sequence[Call]) -> str:
-    kinds = {rank: call.kind for rank, call in enumerate(calls)}
-    if len(set(kinds.values())) > 1:
-        names = {"schedule": "build_schedule"}
-        given = ", ".join(f"rank {rank}: {names.get(kind, kind)}" for rank, kind in kinds.items())
-        return (
-            f"ranks make different calls at the same time ({given}); every rank makes the same calls in the same order"
-        )
-    differing = [
-        f"{name} ({', '.join(f'rank {rank}: {call.agree.get(name)}' for rank, call in enumerate(calls))})"
-        for name in calls[0].agree
-        if any(call.agree.get(name) != calls[0].agree[name] for call in calls)
-    ]
-    if not differing:
-        return f"{calls[0].kind}: ranks are not at the same call: an earlier one has not ended on every rank"
-    return f"{calls[0].kind}: ranks differ in {'; '.join(differing)}; these must be the same on every rank"

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mok_modular.protocol.errors import MoKDeadlockError, MoKTimeoutError
 from mok_modular.protocol.plan import Plan, group_mask
+from mok_modular.protocol.sizes import extension
 from mok_modular.ranks.group import LocalGroup
-from mok_modular.targets.host import extension
 
 ROW_BLOCKS = (128, 256)
 

@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mok_modular.protocol.sizes import extension
 from mok_modular.targets import host
 
 KINDS = ("drop", "delay", "duplicate", "corrupt", "stop", "stall")
@@ -60,7 +61,7 @@ class Fault:
             raise ValueError(f"fault must be one of {', '.join(KINDS)}, got {self.kind!r}")
         if self.rank < 0:
             raise ValueError(f"rank of a fault must be at least 0, got {self.rank}")
-        module = host.extension()
+        module = extension()
         edges, stages = module.edge_names(), module.stage_names()
         if self.kind == "stall" and self.stage not in stages:
             raise ValueError(f"stall needs a stage, one of {', '.join(stages)}; got {self.stage!r}")

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from mok_modular.calls.precision import pack_backward, pack_forward
 from mok_modular.protocol.config import MoKConfig
+from mok_modular.protocol.diagnosis import TASK_ORDER
 from mok_modular.reference import LayerGradients
-from mok_modular.targets.host import TASK_ORDER
 from mok_modular.testing.workload import Workload
 
 MAX_RATIO = 1.5

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mok_modular.protocol import trace
+from mok_modular.protocol.sizes import extension
 from mok_modular.targets.cuda import trace as cuda_trace
-from mok_modular.targets.host import extension
 
 LAUNCHES = [("schedule", "comm")], [("fused", "compute"), ("reduce", "compute")]
 START_NS = 1_700_000_000_000_000_000

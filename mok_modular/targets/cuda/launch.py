@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mok_modular.targets import host
+from mok_modular.protocol.sizes import extension
 from mok_modular.targets.cuda.device import Device, Function, check, driver, encode_map
 
 MAX_LOCAL_RANKS = 8
@@ -60,9 +60,9 @@ class Launcher:
         self._maps: dict[tuple[Any, ...], bytes] = {}
 
     def _pack_calls(self, programs: Sequence[Any], timeout_s: float, start_timeout_s: float) -> bytes:
-        names = host.extension().region_names()
+        names = extension().region_names()
         failures = self.native.failures
-        packed: bytes = host.extension().pack_calls(
+        packed: bytes = extension().pack_calls(
             programs,
             [table.data_ptr() for table in self.native.tables],
             [[self.native.address(rank, name) for name in names] for rank in self.ranks],

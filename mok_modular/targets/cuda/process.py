@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
+from mok_modular.protocol.call import Call
 from mok_modular.protocol.config import MoKConfig
+from mok_modular.protocol.diagnosis import culprit
 from mok_modular.protocol.errors import MoKPeerError, MoKTimeoutError
+from mok_modular.protocol.sizes import extension
 from mok_modular.ranks.process_group import ProcessRanks
-from mok_modular.targets import host
 from mok_modular.targets.cuda import device as cuda_device
 from mok_modular.targets.cuda import device_library, nvrtc, nvshmem
 from mok_modular.targets.cuda import launch as cuda_launch
@@ -104,7 +106,7 @@ class ProcessWorkspace(cuda.CudaWorkspace):
     def _warm_up(self, functions: Iterable[cuda_device.Function]) -> None:
         """Launches every kernel once, for no call: what the driver does at a first launch would make a rank late inside
         a call."""
-        sizes = host.extension().struct_sizes()
+        sizes = extension().struct_sizes()
         empty = [bytes(sizes["CallSet"]), bytes(sizes["Launch"])]
         maps = bytes(128 * cuda_launch.MAX_LOCAL_RANKS * len(cuda_launch.MATRICES))
         for function in functions:
@@ -127,7 +129,7 @@ class ProcessWorkspace(cuda.CudaWorkspace):
     def _handshake(self) -> None:
         """Tests signals between all pairs; the words that it leaves are where calls start from."""
         (rank,) = self.ranks
-        call = host.Call("schedule", self.config.plan, 0, 1, self.row_block, {}, {}, {}, config=self.config)
+        call = Call("schedule", self.config.plan, 0, 1, self.row_block, {}, {}, {}, config=self.config)
         program = self._program(rank, call, self._smallest_shape())
         error: Exception | None = None
         try:
@@ -135,7 +137,7 @@ class ProcessWorkspace(cuda.CudaWorkspace):
                 torch.cuda.synchronize()
                 self._ranks.exchange("handshake", None, self._timeout_s)
                 call_set = self._pack_calls([program], HANDSHAKE_TIMEOUT_S, HANDSHAKE_TIMEOUT_S)
-                launch = host.extension().pack_launch(program, 0)
+                launch = extension().pack_launch(program, 0)
                 function = self.functions["handshake"]
                 stream = torch.cuda.current_stream()
                 self._launch(function, [call_set, launch], stream.cuda_stream, 1)
@@ -155,7 +157,7 @@ class ProcessWorkspace(cuda.CudaWorkspace):
 
     # ---- calls ----
 
-    def run(self, calls: Sequence[host.Call]) -> list[Exception | None]:
+    def run(self, calls: Sequence[Call]) -> list[Exception | None]:
         (call,) = calls
         try:
             errors = super().run(calls)
@@ -230,7 +232,7 @@ class ProcessWorkspace(cuda.CudaWorkspace):
     def _timeout(self, waits: Sequence[Mapping[str, Any]], reports: Mapping[int, Any]) -> Exception:
         rows = [*waits, *(wait for rank in sorted(reports) for wait in reports[rank]["waits"])]
         rows.sort(key=lambda wait: wait["rank"])
-        return MoKTimeoutError(f"a wait expired in an earlier call; {host.culprit(rows)}", rows)
+        return MoKTimeoutError(f"a wait expired in an earlier call; {culprit(rows)}", rows)
 
     def _mismatch(self, failure: Mapping[str, Any]) -> Exception:
         peer, order = failure["peer"], failure["order"]

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mok_modular.protocol.diagnosis import culprit
 from mok_modular.protocol.errors import MoKTimeoutError
+from mok_modular.protocol.sizes import extension
 from mok_modular.targets import host_stage
 from mok_modular.targets.cuda.device import ENTRIES, get_device
 from mok_modular.targets.cuda.launch import Launcher
 from mok_modular.targets.cuda.workspace import CudaMemory, open_waits
-from mok_modular.targets.host import culprit, extension
 
 ROW_BLOCK = 128
 TIMEOUT_S = 10.0

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from mok_modular.protocol.sizes import extension
 from mok_modular.ranks.process_group import ProcessRanks
-from mok_modular.targets import host
 from mok_modular.targets.cuda import nvshmem
 from mok_modular.targets.cuda import workspace as cuda
 
@@ -31,7 +31,7 @@ class ProcessMemory(cuda.CudaMemory):
         own = self.regions[self._rank]
         wanted = {
             name: shape.region_bytes()[name]
-            for name in host.extension().symmetric_regions(shape)
+            for name in extension().symmetric_regions(shape)
             if shape.region_bytes()[name] > (own[name].numel() if name in own else 0)
         }
         if wanted:
@@ -77,7 +77,7 @@ class ProcessMemory(cuda.CudaMemory):
 
     def set_abort_words(self, shape: Any, ranks: Sequence[int]) -> None:
         """Ends the calls of `ranks`, from the host: by a copy engine, since kernels that wait may fill the GPU."""
-        offset = 8 * host.extension().abort_word(shape, self._rank)
+        offset = 8 * extension().abort_word(shape, self._rank)
         value = torch.tensor([self.generation + 1], dtype=torch.int64).pin_memory()
         stream = torch.cuda.Stream(self.device)
         with torch.cuda.device(self.device):

@@ -14,8 +14,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from mok_modular.protocol.sizes import extension
 from mok_modular.protocol.trace import Trace
-from mok_modular.targets import host
 
 NUM_RECORDS = 1 << 20
 """Records that a buffer has room for: 64 MiB. A tile of a product takes about 12, a task of a copy 4: by that count a
@@ -85,7 +85,7 @@ class TraceBuffer:
 
 def split_calls(trace: Trace, taken: Tensor, calls: Sequence[TracedCall], num_dropped: int) -> None:
     """Adds the records of several calls to a trace. `taken`: bytes on the CPU, with gaps of zeros."""
-    module = host.extension()
+    module = extension()
     edges = [*module.edge_names(), *module.inner_wait_names()]
     words = taken.view(torch.int32).view(-1, RECORD_BYTES // 4)
     words = words[words[:, _END].any(dim=1)]

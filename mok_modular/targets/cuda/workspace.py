@@ -16,8 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mok_modular.protocol.call import Call, launches
 from mok_modular.protocol.config import MoKConfig
+from mok_modular.protocol.diagnosis import culprit, describe_mismatch
 from mok_modular.protocol.errors import MoKPeerError, MoKTimeoutError
+from mok_modular.protocol.sizes import extension
 from mok_modular.protocol.trace import Trace
 from mok_modular.targets import host
 from mok_modular.targets.cuda.device import ARCH, Function, check, check_plan, driver, get_device, kernel_of
@@ -38,7 +41,7 @@ class CudaMemory:
         self.regions: dict[int, dict[str, Tensor]] = {rank: {} for rank in ranks}
         self.tables: list[Tensor] = []  # by rank of this process: the addresses of everybody's regions
         self.failures = torch.zeros(
-            len(self.regions), host.extension().struct_sizes()["Failure"], dtype=torch.uint8, pin_memory=True
+            len(self.regions), extension().struct_sizes()["Failure"], dtype=torch.uint8, pin_memory=True
         )
         self._counters_of: Any = None
         self.layout = 0  # counts the times that regions or counters moved
@@ -68,8 +71,8 @@ class CudaMemory:
             self.layout += 1
 
     def _make_tables(self, shape: Any) -> None:
-        names = host.extension().region_names()
-        symmetric = set(host.extension().symmetric_regions(shape))
+        names = extension().region_names()
+        symmetric = set(extension().symmetric_regions(shape))
         self.tables = []
         for rank in self.regions:
             rows = [
@@ -88,14 +91,14 @@ class CudaMemory:
 
     def failure(self, index: int) -> dict[str, Any]:
         """What the kernels of a rank of this process left for the host."""
-        result: dict[str, Any] = host.extension().unpack_failure(bytes(self.failures[index].numpy().tobytes()))
+        result: dict[str, Any] = extension().unpack_failure(bytes(self.failures[index].numpy().tobytes()))
         return result
 
     def reset(self, shape: Any) -> None:
         """New epochs, above all old ones; counters from zero. The device must be idle."""
         epochs = [regions["epochs"].view(torch.int64).tolist() for regions in self.regions.values()]
         call, schedule, order, generation = (max(values) + 1 for values in zip(*epochs, strict=True))
-        words = torch.tensor(host.extension().reset_words(shape, call, schedule), dtype=torch.int64)
+        words = torch.tensor(extension().reset_words(shape, call, schedule), dtype=torch.int64)
         for regions in self.regions.values():
             regions["epochs"].view(torch.int64).copy_(torch.tensor([call, schedule, order, generation]))
             regions["words"].view(torch.int64).copy_(words)
@@ -183,7 +186,7 @@ class CudaWorkspace(Launcher, host.SharedWorkspace):
         return [None] * self.num_ranks
 
     def clear_trace(self) -> None:
-        self.trace = Trace("ns", roles=tuple(host.extension().trace_role_names()))
+        self.trace = Trace("ns", roles=tuple(extension().trace_role_names()))
         if self._trace_buffer is not None:
             self._trace_buffer.clear()
 
@@ -217,16 +220,16 @@ class CudaWorkspace(Launcher, host.SharedWorkspace):
                     f"{self.config.schedule_capacity_multiplier} leaves room for {failure['have']}"
                 )
         if any(failure["is_set"] and failure["reason"] == "timeout" for failure in failures):
-            error = MoKTimeoutError(f"a wait expired in an earlier call; {host.culprit(waits)}", waits)
+            error = MoKTimeoutError(f"a wait expired in an earlier call; {culprit(waits)}", waits)
         return error
 
-    def run(self, calls: Sequence[host.Call]) -> list[Exception | None]:
+    def run(self, calls: Sequence[Call]) -> list[Exception | None]:
         """Enqueues the kernels of one call of every rank."""
         self._poll()
         if self.failure is not None:
             return [copy.copy(self.failure) for _ in calls]  # every rank's own: notes and tracebacks do not mix
         if any(call.agree != calls[0].agree or call.kind != calls[0].kind for call in calls):
-            return [MoKPeerError(host.describe_mismatch(calls)) for _ in calls]
+            return [MoKPeerError(describe_mismatch(calls)) for _ in calls]
         config = calls[0].config
         if host.planted_faults:
             text = "planted faults are for CPU ranks in this version: the kernels of a GPU cannot lose a signal"
@@ -288,7 +291,7 @@ class CudaWorkspace(Launcher, host.SharedWorkspace):
             event.record(stream)
             self._last_end = (stream, event)
 
-    def _pack(self, calls: Sequence[host.Call]) -> list[_Step]:
+    def _pack(self, calls: Sequence[Call]) -> list[_Step]:
         """The launches of a call of every rank, with all their arguments."""
         first = calls[0]
         config = first.config
@@ -301,14 +304,14 @@ class CudaWorkspace(Launcher, host.SharedWorkspace):
             maps = self._all_maps([call.tensors for call in calls], [call.num_tokens for call in calls], shape)
         has_side = self._has_side_stream(config, first.kind)
         steps = []
-        for i, launch in enumerate(host.launches(first, shape)):
+        for i, launch in enumerate(launches(first, shape)):
             is_last, is_on_side = launch.kernel == "reduce", has_side and launch.stream == "comm"
             function = self._function(launch.stages, config.trace)
             # Where nothing runs beside it, a dispatch is over before its rows are used: any order will do.
             is_alone = not has_side and launch.stages == ("dispatch",) and config.dispatch == "pull"
             arguments = [
                 call_set,
-                host.extension().pack_launch(programs[0], i, config.fwd_num_comm_sms or 0, is_alone),
+                extension().pack_launch(programs[0], i, config.fwd_num_comm_sms or 0, is_alone),
             ]
             if function.has_maps:
                 arguments.append(maps)
