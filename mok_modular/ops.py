@@ -17,6 +17,8 @@ from mok_modular.protocol.sizes import extension
 
 TILE = 128
 """M and N of an MXFP8 matrix are multiples of this: 128 rows by 4 scales are one tile of the scale layout."""
+BLOCK = 32
+"""Elements that share a scale."""
 
 
 def mxfp8_quantize(
@@ -130,3 +132,18 @@ def _dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 @_dequantize.register_fake
 def _empty_dequantized(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return data.new_empty(data.shape, dtype=dtype)
+
+
+def round_trip(values: Tensor, dim: int = -1) -> Tensor:
+    """Bfloat16 values after MXFP8 quantization with blocks of 32 along `dim`, whose size is a multiple of 32."""
+    blocks = values.movedim(dim, -1).unflatten(-1, (-1, BLOCK)).double()  # every step below is exact in float64
+    amax = blocks.abs().amax(-1, keepdim=True)
+    mantissa, exponent = torch.frexp(amax / 448)  # mantissa from 0.5 up to 1
+    exponent = (exponent - (mantissa == 0.5).int()).clamp(-127, 127)
+    exponent = torch.where(amax == 0, -127, torch.where(amax.isfinite(), exponent, 127))
+    elements = torch.ldexp(blocks, -exponent).clamp(-448, 448).float().to(torch.float8_e4m3fn)
+    back = torch.ldexp(elements.double(), exponent)
+    largest = torch.finfo(torch.bfloat16).max
+    back = torch.where(amax.isinf(), back, back.clamp(-largest, largest))
+    back = torch.where(amax.isnan(), torch.nan, back)
+    return back.to(values.dtype).flatten(-2).movedim(-1, dim)

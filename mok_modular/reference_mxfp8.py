@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .ops import round_trip
 from .reference import LayerGradients, _shared_expert, shared_expert_backward
 from .stages import (
     combine,
@@ -32,7 +33,6 @@ from .stages import (
     swiglu_backward,
     wgrad,
 )
-from .stages.quantize import round_trip
 
 Segments = tuple[Tensor, Tensor]
 """segment_start and segment_num_rows of a rank."""

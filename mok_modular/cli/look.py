@@ -47,7 +47,7 @@ def add_stage_options(stages: argparse.ArgumentParser) -> None:
 
 def run_stage(args: argparse.Namespace) -> int:
     """One captured stage alone: the compiled one against its reference."""
-    from mok_modular.swap import STAGES_OF
+    from mok_modular.protocol.swap_rules import STAGES_OF
     from mok_modular.testing.capture import replay
 
     if args.only not in STAGES_OF:

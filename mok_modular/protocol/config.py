@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mok_modular.protocol.plan import Plan
-from mok_modular.swap import check_stages
+from mok_modular.protocol.swap_rules import check_stages
 
 DEFAULT_ROW_BLOCK = 128
 """The smallest row block of any target: what minibatch_size is held against while `row_block` is None."""

@@ -8,6 +8,9 @@ from typing import Any
 
 from mok_modular.protocol.config import DEFAULT_ROW_BLOCK, MoKConfig
 
+NUM_COLUMNS = 32
+"""Columns of h that make one partial sum of d_router."""
+
 
 def extension() -> Any:
     """The compiled host target. Raises ImportError with the way to mend it."""

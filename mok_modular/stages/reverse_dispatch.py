@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mok_modular.protocol.sizes import NUM_COLUMNS
 from mok_modular.stages import combine
-from mok_modular.stages.swiglu_backward import NUM_COLUMNS
 from mok_modular.stages.tables import Tables, check_tables, kernel_tables
 from mok_modular.targets import host_stage
 

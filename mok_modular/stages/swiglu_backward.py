@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mok_modular.protocol.sizes import NUM_COLUMNS
 from mok_modular.targets import host_stage
 
 if TYPE_CHECKING:
     from mok_modular.ranks.group import LocalGroup
-
-NUM_COLUMNS = 32
-"""Columns of h that make one partial sum of d_router."""
 
 
 def reference(

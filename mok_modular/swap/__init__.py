@@ -26,104 +26,41 @@ addition to main_grads, and in an MXFP8 layer every quantization: a function is 
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
-from mok_modular.protocol.plan import STAGES, WINDOWED_STAGES
+from mok_modular.protocol.call import Call
+from mok_modular.protocol.plan import STAGES
+from mok_modular.protocol.swap_rules import NAME_OF, SIGNATURES
+from mok_modular.swap import backward, forward
+from mok_modular.swap.window import Memory, SwappedCall, Window
 
-if TYPE_CHECKING:
-    from mok_modular.protocol.plan import Plan
-    from mok_modular.targets.host import Call, SharedWorkspace
-
-STAGES_OF = {
-    "dispatch": ("dispatch",),
-    "grouped_gemm": ("gate_up", "down"),
-    "swiglu": ("swiglu",),
-    "combine": ("combine",),
-    "reduce": ("reduce",),
-    "reverse_combine": ("reverse_combine",),
-    "grouped_dgrad": ("down_dgrad", "gate_up_dgrad"),
-    "swiglu_backward": ("swiglu_backward",),
-    "reverse_dispatch": ("reverse_dispatch",),
-    "wgrad": ("wgrad",),
-}
-"""Which stages of a plan a swapped function stands in for; reduce always stands alone."""
-
-_NAME_OF = {stage: name for name, stages in STAGES_OF.items() for stage in stages}
 _REDUCING = ("forward", "backward", "backward_dgrad")  # the calls that have an output
-
-
-def check_stages(stages: Any, plan: Plan, *, is_push_dispatch: bool, is_pull_combine: bool) -> None:
-    """Raises TypeError or ValueError unless every entry is a function for a stage that stands alone in its kernel."""
-    if not isinstance(stages, Mapping):
-        raise TypeError(f"stages must be a dict of functions by stage, got {type(stages).__name__}")
-    for name, function in stages.items():
-        if name not in STAGES_OF:
-            stands_for = _NAME_OF.get(name)
-            hint = f" (swapped by {stands_for!r})" if stands_for else ""
-            raise ValueError(f"stages can be {', '.join(STAGES_OF)}; got {name!r}{hint}")
-        if not callable(function):
-            raise TypeError(f"stages[{name!r}] must be a function, got {type(function).__name__}")
-        for stage in STAGES_OF[name]:
-            group = _group_of(stage, plan)
-            if len(group) > 1:
-                raise ValueError(
-                    f"stages[{name!r}]: {stage} must stand alone in its kernel, in mode {str(plan)!r} it is in "
-                    f"{'+'.join(group)}; in mode 'split' every stage stands alone"
-                )
-    if "dispatch" in stages and is_push_dispatch:
-        raise ValueError("stages['dispatch'] stands in for a pull dispatch, got dispatch='push'")
-    if "combine" in stages and is_pull_combine:
-        raise ValueError("stages['combine'] stands in for a push combine, got combine='pull'")
-
-
-def _group_of(stage: str, plan: Plan) -> tuple[str, ...]:
-    """What shares a kernel with a stage in the pass that it belongs to."""
-    kernels = plan.launches(1, False) if stage in STAGES else plan.backward_launches(1, False)
-    group = next((launch.stages for launch in kernels if stage in launch.stages), (stage,))
-    return tuple(each for each in group if each == stage or each in WINDOWED_STAGES)
 
 
 def _signature(name: str) -> str:
     """How a function is called, for whoever has written another one."""
-    from mok_modular import stages
-
-    given = inspect.signature(getattr(stages, name).reference).parameters.values()
-    arguments = [
-        f"{each.name}=" if each.kind is each.KEYWORD_ONLY else each.name for each in given if each.name != "direction"
-    ]
-    return f"mok_modular.stages.{name}.reference({', '.join(arguments)})"
+    return f"mok_modular.stages.{name}.reference({SIGNATURES[name]})"
 
 
-class Swap:
+class Swap(SwappedCall):
     """The swapped stages of one collective call, and what went wrong in them, by rank."""
 
-    def __init__(self, shared: SharedWorkspace, calls: Sequence[Call], ring_rows: int) -> None:
-        self.shared = shared
-        self.calls = calls
-        self.ring_rows = ring_rows
+    def __init__(self, shared: Memory, calls: Sequence[Call], ring_rows: int) -> None:
+        super().__init__(shared, calls, ring_rows)
         self.errors: dict[int, BaseException] = {}
-        # By rank and weight: the expert whose rows go on in the next generation, and its sums so far.
-        self.carries: dict[tuple[int, str], tuple[int, Tensor]] = {}
 
     def function(self, rank: int, stages: Sequence[str], generation: int | None) -> Callable[[], bool] | None:
         """What does the work of a launch; None: the library's own kernel."""
-        from mok_modular.swap import backward as swap_backward
-        from mok_modular.swap import forward as swap_forward
-        from mok_modular.swap.window import Window
-
         call = self.calls[rank]
         stage = stages[0]
-        name = _NAME_OF.get(stage, "") if len(stages) == 1 else ""
+        name = NAME_OF.get(stage, "") if len(stages) == 1 else ""
         if name not in call.config.stages or (name == "reduce" and call.kind not in _REDUCING):
             return None
         function = call.config.stages[name]
         is_backward = call.is_backward and stage not in STAGES
-        work: Callable[..., None] = (swap_backward if is_backward else swap_forward).WORK[stage]
+        work: Callable[..., None] = (backward if is_backward else forward).WORK[stage]
 
         def run() -> bool:
             try:
@@ -142,7 +79,3 @@ class Swap:
         """What went wrong on a rank, for its peers."""
         error = self.errors[rank]
         return f"rank {rank} raised {type(error).__name__}: {error} ({error.__notes__[-1].partition(';')[0]})"
-
-    def region(self, rank: int, name: str, num_rows: int, width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """The first rows of a region."""
-        return self.shared.region(rank, name, dtype)[: num_rows * width].view(num_rows, width)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mok_modular.stages.swiglu_backward import NUM_COLUMNS
+from mok_modular.protocol.sizes import NUM_COLUMNS
 from mok_modular.swap.forward import reduce_rows
 from mok_modular.swap.window import Window, check_rows, describe, parts, store
 

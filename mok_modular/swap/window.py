@@ -4,13 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from mok_modular.swap import Swap
+from mok_modular.ops import round_trip
+from mok_modular.protocol.call import Call
+from mok_modular.protocol.config import MoKConfig
+
+
+class Memory(Protocol):
+    """What swapped stages need of a workspace."""
+
+    config: MoKConfig
+    hidden_size: int
+    topk: int
+
+    @property
+    def row_block(self) -> int: ...
+    def region(self, rank: int, name: str, dtype: torch.dtype) -> Tensor: ...
+
+
+class SwappedCall:
+    """What the swapped stages of one collective call share."""
+
+    def __init__(self, shared: Memory, calls: Sequence[Call], ring_rows: int) -> None:
+        self.shared = shared
+        self.calls = calls
+        self.ring_rows = ring_rows
+        # By rank and weight: the expert whose rows go on in the next generation, and its sums so far.
+        self.carries: dict[tuple[int, str], tuple[int, Tensor]] = {}
+
+    def region(self, rank: int, name: str, num_rows: int, width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """The first rows of a region."""
+        return self.shared.region(rank, name, dtype)[: num_rows * width].view(num_rows, width)
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +57,7 @@ class WindowTables:
 class Window:
     """The rows of a rank in one generation: those of one macrobatch, and how many of them are used."""
 
-    def __init__(self, swap: Swap, rank: int, generation: int) -> None:
+    def __init__(self, swap: SwappedCall, rank: int, generation: int) -> None:
         self.swap, self.rank, self.call = swap, rank, swap.calls[rank]
         total, ring_rows = int(self.call.schedule["counts"][0]), swap.ring_rows
         num_generations = -(-total // ring_rows)
@@ -113,8 +141,6 @@ class Window:
 
     def store_quantized(self, name: str, to: Tensor, value: Any) -> None:
         """In MXFP8 as the stage itself leaves it: the values after quantization by row."""
-        from mok_modular.stages.quantize import round_trip
-
         store(name, to, value, self.num_rows)
         if self.call.is_mxfp8:
             to[: self.num_rows] = round_trip(to[: self.num_rows])

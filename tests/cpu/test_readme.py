@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from mok_modular import _host
+from mok_modular.cli.commands import _make_parser, main
 from mok_modular.protocol.diagnosis import TASK_ORDER, WRITERS
 from mok_modular.protocol.plan import SHARED_STAGES, STAGES
-from mok_modular.swap import STAGES_OF
+from mok_modular.protocol.swap_rules import STAGES_OF
 from mok_modular.testing.contract import RULES
 
 ROOT = Path(__file__).parents[2]

@@ -111,7 +111,7 @@ MUTATIONS = [
         CPU + "test_workspace.py",
     ),
     Mutation(
-        "mok_modular/targets/host.py",
+        "mok_modular/protocol/diagnosis.py",
         'at = wait["peer"] if wait["peer"] >= 0 else wait["rank"]',
         'at = wait["rank"]',
         CPU + "test_faults.py -k stalled",
