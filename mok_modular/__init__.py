@@ -12,7 +12,8 @@ from mok_modular.protocol.config import PRESETS, MoEShape, MoKConfig
 from mok_modular.protocol.errors import MoKDeadlockError, MoKPeerError, MoKSignalError, MoKTimeoutError
 from mok_modular.protocol.plan import Plan
 from mok_modular.ranks.group import LocalGroup, LocalMember
-from mok_modular.routing import Routing, capture_routing, load_routing
+from mok_modular.routing import Routing, load_routing
+from mok_modular.routing_capture import capture_routing
 
 __version__ = "0.1.0"
 

@@ -14,8 +14,11 @@ from torch import Tensor
 
 from mok_modular.protocol.config import MAX_TOPK, MoKConfig
 from mok_modular.protocol.trace import Trace
-from mok_modular.ranks.group import LocalGroup, Member, as_member
+from mok_modular.ranks.group import LocalGroup, as_member
+from mok_modular.ranks.member import Member
 from mok_modular.targets import host
+from mok_modular.targets.cuda.process import ProcessWorkspace
+from mok_modular.targets.cuda.workspace import CudaWorkspace
 
 _groups: WeakSet[Any] = WeakSet()  # those with cached workspaces
 
@@ -204,15 +207,11 @@ def get_workspace(
 
 
 def _shared_workspace_class(group: Any) -> type[host.SharedWorkspace]:
-    """The target that runs on the group's device; imported only where it is used."""
+    """The target that runs on the group's device."""
     if torch.device(group.device).type == "cpu":
         return host.SharedWorkspace
     if not isinstance(group, LocalGroup):
-        from mok_modular.targets.cuda.process import ProcessWorkspace
-
         return ProcessWorkspace
-    from mok_modular.targets.cuda.workspace import CudaWorkspace
-
     return CudaWorkspace
 
 

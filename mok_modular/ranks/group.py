@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import torch
 
 from mok_modular.protocol.errors import MoKPeerError, MoKTimeoutError
+from mok_modular.ranks.member import Member
+from mok_modular.ranks.process_group import process_member
 
 T = TypeVar("T")
 
@@ -301,31 +303,6 @@ class LocalGroup:
         raise error
 
 
-class Member:
-    """One rank of a group, whichever transport joins it to the others."""
-
-    group: Any  # what all members share: device, size(), meet(), workspaces
-
-    def __init__(self, group: Any, rank: int) -> None:
-        self.group = group
-        self._rank = rank
-
-    def rank(self) -> int:
-        """This member's rank, 0..size()-1."""
-        return self._rank
-
-    def size(self) -> int:
-        """The number of ranks in the group."""
-        return self.group.size()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Member:
-        """A copied layer belongs to the same rank of the same group."""
-        return self
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(rank={self._rank}, size={self.size()})"
-
-
 class LocalMember(Member):
     """One rank of a LocalGroup, as its functions see it."""
 
@@ -366,8 +343,6 @@ def as_member(group: Any) -> Member:
             )
         return group.members[0]
     if torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup):
-        from mok_modular.ranks.process_group import process_member
-
         return process_member(group)
     raise TypeError(
         "group must be a LocalMember, a LocalGroup of one rank or a torch.distributed ProcessGroup, got "

@@ -18,7 +18,7 @@ import torch
 from torch import distributed
 
 from mok_modular.protocol.errors import MoKPeerError, MoKTimeoutError
-from mok_modular.ranks.group import Member
+from mok_modular.ranks.member import Member
 
 POLL_S = 0.005
 

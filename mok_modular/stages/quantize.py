@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from mok_modular.ops import BLOCK, TILE, round_trip
-from mok_modular.targets import host_stage
+from mok_modular.targets import stage_arguments
+from mok_modular.targets.host_stage import HostStageRun
 
 if TYPE_CHECKING:
     from mok_modular.ranks.group import LocalGroup
@@ -43,10 +44,10 @@ def launch(
     blocks as their rows need.
     """
     _check(rows, segment_start, segment_num_rows)
-    host_stage.check_bfloat16(rows=rows)
-    run = host_stage.StageRun(
+    stage_arguments.check_bfloat16(rows=rows)
+    run = HostStageRun(
         "quantize",
-        [host_stage.segment_tables(segment_start, segment_num_rows, row_block)],
+        [stage_arguments.segment_tables(segment_start, segment_num_rows, row_block)],
         row_block=row_block,
         num_tokens=[0],
         hidden_size=rows.shape[1],

@@ -12,7 +12,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mok_modular.protocol.config import MoKConfig
 from mok_modular.protocol.plan import WINDOWED_STAGES, Plan
+from mok_modular.targets.cuda import device as cuda_device
+from mok_modular.targets.cuda import nvrtc
 
 TARGETS = ("host", "sm_90a")
 """The targets that this version has."""
@@ -83,10 +86,6 @@ def compile_plans(target: str, plans: list[Plan], tell: Callable[[str], None]) -
     Raises ValueError for another target or a plan without kernels there, ImportError where NVRTC is missing,
     nvrtc.CompileError where it refuses a source.
     """
-    from mok_modular.protocol.config import MoKConfig
-    from mok_modular.targets.cuda import device as cuda_device
-    from mok_modular.targets.cuda import nvrtc
-
     if target != cuda_device.ARCH:
         raise ValueError(f"target {target!r} is not compiled at run time; {cuda_device.ARCH} is")
     wanted: set[str | int] = {"schedule"}

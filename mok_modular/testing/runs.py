@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mok_modular import functional
 from mok_modular.calls.precision import pack_backward, pack_forward
 from mok_modular.protocol.config import MoKConfig
 from mok_modular.protocol.diagnosis import TASK_ORDER
@@ -209,8 +210,6 @@ def _run_rank(
     has_backward: bool = False,
     is_context_recomputed: bool = False,
 ) -> _RankResult:
-    from mok_modular import functional
-
     rank, num_ranks = member.rank(), member.size()
     weights = workload.weights.of_rank(rank, num_ranks)
     workspace = functional.get_workspace(

@@ -1,4 +1,4 @@
-"""One stage's kernel alone on a GPU: host_stage.StageRun with the memory and the kernels of the CUDA target."""
+"""One stage's kernel alone on a GPU: StageRun with the memory and the kernels of the CUDA target."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 from mok_modular.protocol.diagnosis import culprit
 from mok_modular.protocol.errors import MoKTimeoutError
 from mok_modular.protocol.sizes import extension
-from mok_modular.targets import host_stage
 from mok_modular.targets.cuda.device import ENTRIES, get_device
 from mok_modular.targets.cuda.launch import Launcher
 from mok_modular.targets.cuda.workspace import CudaMemory, open_waits
+from mok_modular.targets.stage_base import StageRun
 
 ROW_BLOCK = 128
 TIMEOUT_S = 10.0
 
 
-class CudaStageRun(Launcher, host_stage.StageRun):
+class CudaStageRun(Launcher, StageRun):
     """As StageRun, for the ranks of a LocalGroup on one GPU. `launch` waits for the kernel's end.
 
     A tensor that `launch` gets must be on that GPU. There are no statistics: `launch` returns an empty list a rank.
@@ -30,7 +30,7 @@ class CudaStageRun(Launcher, host_stage.StageRun):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         Launcher.__init__(self)
-        host_stage.StageRun.__init__(self, *args, **kwargs)
+        StageRun.__init__(self, *args, **kwargs)
 
     def _make_memory(self) -> Any:
         self.torch_device = torch.device(self.group.device)
