@@ -16,9 +16,10 @@ from mok_modular.protocol.config import MAX_TOPK, MoKConfig
 from mok_modular.protocol.trace import Trace
 from mok_modular.ranks.group import LocalGroup, as_member
 from mok_modular.ranks.member import Member
-from mok_modular.targets import host
 from mok_modular.targets.cuda.process import ProcessWorkspace
 from mok_modular.targets.cuda.workspace import CudaWorkspace
+from mok_modular.targets.host import HostWorkspace
+from mok_modular.targets.shared_workspace import SharedWorkspace
 
 _groups: WeakSet[Any] = WeakSet()  # those with cached workspaces
 
@@ -48,7 +49,7 @@ class Workspace:
 
     def __init__(
         self,
-        shared: host.SharedWorkspace,
+        shared: SharedWorkspace,
         member: Member,
         config: MoKConfig,
         num_local_tokens: int,
@@ -206,10 +207,10 @@ def get_workspace(
     return found
 
 
-def _shared_workspace_class(group: Any) -> type[host.SharedWorkspace]:
+def _shared_workspace_class(group: Any) -> type[SharedWorkspace]:
     """The target that runs on the group's device."""
     if torch.device(group.device).type == "cpu":
-        return host.SharedWorkspace
+        return HostWorkspace
     if not isinstance(group, LocalGroup):
         return ProcessWorkspace
     return CudaWorkspace

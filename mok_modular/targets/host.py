@@ -2,82 +2,38 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mok_modular.protocol.call import STREAMS, Call, last_remote_launch, launches
+from mok_modular.protocol.call import Call, launches
 from mok_modular.protocol.config import MoKConfig
 from mok_modular.protocol.diagnosis import culprit, describe_mismatch, find_culprit, is_mismatch_hidden
 from mok_modular.protocol.errors import MoKDeadlockError, MoKPeerError, MoKSignalError, MoKTimeoutError
-from mok_modular.protocol.plan import Launch, group_mask
-from mok_modular.protocol.sizes import Sizes, extension
+from mok_modular.protocol.sizes import extension
 from mok_modular.protocol.trace import Trace
+from mok_modular.ranks.group import LocalGroup
 from mok_modular.swap import Swap
-
-if TYPE_CHECKING:
-    from mok_modular.ranks.group import LocalGroup
-
-planted_faults: list[dict[str, Any]] = []
-"""What mok_modular.testing.faults has planted in every run of this process."""
+from mok_modular.targets.shared_workspace import SharedWorkspace, planted_faults
 
 _START_EDGES = ("entered", "topk_ready", "input_ready")  # what only a late rank can delay
 
 
-class SharedWorkspace:
-    """The memory of a group and the state that its ranks share: failure, statistics, injected faults."""
+class HostWorkspace(SharedWorkspace):
+    """The memory of a LocalGroup on the CPU, and the run of its calls."""
 
     def __init__(
         self, group: LocalGroup, config: MoKConfig, num_local_tokens: int, hidden_size: int, topk: int
     ) -> None:
-        self.group = group
-        self.config = config
-        self.num_local_tokens = num_local_tokens
-        self.hidden_size = hidden_size
-        self.topk = topk
-        self.num_ranks = group.size()
-        self.native = self._make_memory()
-        self.stats: list[dict[tuple[str, str, str], dict[str, Any]]] = [{} for _ in range(group.size())]
-        self.failure: Exception | None = None
         self.lost_signals: list[tuple[str, int, int, int]] = []  # edge, rank, destination rank or -1, index or -1
         self.num_switches = 0
-        self.clear_trace()
         self.signal_uses: set[tuple[str, str, str]] = set()  # stage, edge, wait or publish; of traced calls
-        self.has_backward = False  # from the first backward on: room for it
-        group.on_interrupt(self)
-        self.native.reserve(self.shape(num_local_experts=1, capacity_rows=self.row_block, intermediate_size=64))
+        super().__init__(group, config, num_local_tokens, hidden_size, topk)
 
     def _make_memory(self) -> Any:
         return extension().Workspace(self.num_ranks)
-
-    @property
-    def key(self) -> Any:
-        """Which of the group's workspaces this is, for a comparison between ranks."""
-        return id(self)
-
-    def tell_peers(self, name: str, error: Exception) -> None:
-        """A rank cannot make its part of a call. Nothing to do where all ranks meet for it."""
-
-    @property
-    def row_block(self) -> int:
-        """Rows of the unit of padding and signals."""
-        return self.sizes.row_block
-
-    @property
-    def sizes(self) -> Sizes:
-        """What the sizes of a call follow from."""
-        return Sizes(self.config, self.num_ranks, self.num_local_tokens, self.hidden_size, self.topk)
-
-    def capacity_rows(self, num_local_experts: int) -> int:
-        """Rows that a rank's schedule has room for."""
-        return self.sizes.capacity_rows(num_local_experts)
-
-    def shape(self, num_local_experts: int, capacity_rows: int, intermediate_size: int, shared_size: int = 0) -> Any:
-        """The Shape of csrc/layout.h for a call."""
-        return self.sizes.shape(num_local_experts, capacity_rows, intermediate_size, shared_size, self.has_backward)
 
     def region(self, rank: int, name: str, dtype: torch.dtype) -> Tensor:
         """A region of a rank's memory as a flat tensor; valid until the workspace grows."""
@@ -86,43 +42,19 @@ class SharedWorkspace:
             return torch.empty(0, dtype=dtype)
         return torch.from_dlpack(self.native.region(rank, name)).view(dtype)
 
-    def grow(self, num_tokens: int) -> None:
-        """Room for more tokens a rank; regions move, and none holds anything between calls."""
-        old = self.num_local_tokens
-        if num_tokens <= old:
-            return
-        self.num_local_tokens = num_tokens
-        try:
-            self.native.reserve(self.shape(num_local_experts=1, capacity_rows=self.row_block, intermediate_size=64))
-        except MemoryError:
-            self.num_local_tokens = old
-            raise
-
     def clear_trace(self) -> None:
         """Starts the trace anew."""
-        executor = getattr(self.group, "executor", None)  # ranks that are processes have none
-        self.trace = Trace("ns" if executor == "threads" else "steps")
-
-    def read_trace(self) -> Trace:
-        """What traced calls have recorded so far."""
-        return self.trace
+        self.trace = Trace("ns" if self.group.executor == "threads" else "steps")
 
     def interrupt(self) -> None:
         """Ends a running call (Ctrl-C)."""
         self.native.interrupt()
-
-    def check(self) -> None:
-        """Raises the failure that no reset has followed."""
-        if self.failure is not None:
-            raise copy.copy(self.failure)  # every rank's own: notes and tracebacks do not mix
 
     def reset(self) -> list[None]:
         """New epochs for all ranks."""
         self.native.reset()
         self.failure = None
         return [None] * self.num_ranks
-
-    # ---- running ----
 
     def run(self, calls: Sequence[Call]) -> Sequence[BaseException | None]:
         """Runs one call of every rank to its end; returns what each rank must raise, or None."""
@@ -185,57 +117,6 @@ class SharedWorkspace:
             return [swap.errors.get(each, peer_error) for each in range(len(calls))]
         self.failure = errors[0]
         return list(errors)
-
-    def _program(self, rank: int, call: Call, shape: Any, swap: Swap | None = None) -> Any:
-        in_order = launches(call, shape)
-        program = extension().Program(
-            call.kind,
-            shape,
-            rank,
-            call.num_tokens,
-            call.fingerprint(),
-            [group_mask(launch.stages) for launch in in_order],
-            {name: tensor.data_ptr() for name, tensor in call.schedule.items() if tensor.numel()},
-            {name: tensor.data_ptr() for name, tensor in call.tensors.items() if tensor.numel()},
-            call.swiglu_limit,
-        )
-        last_group = last_remote_launch(in_order)
-        for i, launch in enumerate(in_order):
-            num_workers, num_comm_workers = self._num_workers(call, launch)
-            swapped = swap.function(rank, launch.stages, launch.generation) if swap else None
-            if swapped is not None:
-                num_workers, num_comm_workers = 1, 0
-            program.add_launch(
-                launch.kernel,
-                group_mask(launch.stages),
-                launch.stages[0],
-                -1 if launch.generation is None else launch.generation,
-                "publish" in launch.stages and len(launch.stages) > 1,
-                i == last_group,
-                launch.kernel == "reduce",
-                STREAMS[launch.stream],
-                num_workers,
-                num_comm_workers,
-                swapped,
-            )
-        return program
-
-    def _num_workers(self, call: Call, launch: Launch) -> tuple[int, int]:
-        """Workers of a kernel: (compute, communication). Roles part only where a kernel holds both kinds of
-        tasks; a single worker draws both from one sequence."""
-        is_pulling = self.config.combine == "pull"
-        has_comm = (
-            "dispatch" in launch.stages
-            or "reverse_combine" in launch.stages
-            or ("combine" in launch.stages and is_pulling)
-        )
-        has_compute = any(stage in launch.stages for stage in ("gate_up", "swiglu", "down", "down_dgrad"))
-        num_comm_workers = call.config.bwd_num_comm_sms if call.is_backward else call.config.fwd_num_comm_sms
-        if num_comm_workers is None:
-            num_comm_workers = self.group.num_workers // 2
-        if not (has_comm and has_compute):
-            num_comm_workers = 0
-        return self.group.num_workers, num_comm_workers
 
     def _add_stats(self, rank: int, rows: Sequence[Mapping[str, Any]], direction: str) -> None:
         for row in rows:

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mok_modular.protocol.sizes import extension
-from mok_modular.targets import host
+from mok_modular.targets.shared_workspace import planted_faults
 
 KINDS = ("drop", "delay", "duplicate", "corrupt", "stop", "stall")
 _FIELDS = {
@@ -154,9 +154,9 @@ def plant(*given: Fault | str) -> Iterator[None]:
     rows: list[dict[str, Any]] = [
         {key: value for key, value in asdict(fault).items() if value is not None} for fault in planted
     ]
-    host.planted_faults.extend(rows)
+    planted_faults.extend(rows)
     try:
         yield
     finally:
         for row in rows:
-            host.planted_faults.remove(row)
+            planted_faults.remove(row)

@@ -82,7 +82,7 @@ MUTATIONS = [
     ),
     Mutation(
         "mok_modular/testing/faults.py",
-        "            host.planted_faults.remove(row)",
+        "            planted_faults.remove(row)",
         "            pass",
         CPU + "test_faults.py -k left_behind",
     ),

@@ -22,10 +22,10 @@ from mok_modular.protocol.diagnosis import culprit, describe_mismatch
 from mok_modular.protocol.errors import MoKPeerError, MoKTimeoutError
 from mok_modular.protocol.sizes import extension
 from mok_modular.protocol.trace import Trace
-from mok_modular.targets import host
 from mok_modular.targets.cuda.device import ARCH, Function, check, check_plan, driver, get_device, kernel_of
 from mok_modular.targets.cuda.launch import MAX_LOCAL_RANKS, Launcher, PackedLaunch
 from mok_modular.targets.cuda.trace import SINK_BYTES, TraceBuffer
+from mok_modular.targets.shared_workspace import SharedWorkspace, planted_faults
 
 ZEROED = frozenset({"words", "arrivals", "counters", "epochs", "num_tokens"})
 """Regions that start from zero; the others start full of NaN."""
@@ -124,7 +124,7 @@ class _Step:
     is_last: bool
 
 
-class CudaWorkspace(Launcher, host.SharedWorkspace):
+class CudaWorkspace(Launcher, SharedWorkspace):
     """The memory of a LocalGroup on one GPU."""
 
     functions: Mapping[str, Function]
@@ -143,7 +143,7 @@ class CudaWorkspace(Launcher, host.SharedWorkspace):
         self._traced: Mapping[str, Function] = {}  # the functions of traced calls, from the first one on
         self._trace_buffer: TraceBuffer | None = None
         self._open(group, config)
-        host.SharedWorkspace.__init__(self, group, config, num_local_tokens, hidden_size, topk)
+        SharedWorkspace.__init__(self, group, config, num_local_tokens, hidden_size, topk)
 
     def _open(self, group: Any, config: MoKConfig) -> None:
         """Compiles and loads the kernels, before there is any memory."""
@@ -231,7 +231,7 @@ class CudaWorkspace(Launcher, host.SharedWorkspace):
         if any(call.agree != calls[0].agree or call.kind != calls[0].kind for call in calls):
             return [MoKPeerError(describe_mismatch(calls)) for _ in calls]
         config = calls[0].config
-        if host.planted_faults:
+        if planted_faults:
             text = "planted faults are for CPU ranks in this version: the kernels of a GPU cannot lose a signal"
             return [ValueError(text) for _ in calls]
         if config.trace and torch.cuda.is_current_stream_capturing():
