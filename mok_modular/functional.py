@@ -21,26 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mok_modular.calls.checks import (
-    MoKForwardContext,
-    MoKSchedule,
-    call_key,
-    check_layer,
-    check_ring,
-    check_schedule,
-    config_agreement,
-    context_tensors,
-    empty_context,
-    empty_schedule,
-    keep_pushed_x,
-    layer_call,
-    make_collective,
-    named_weights,
-    remember,
-    schedule_fields,
-    schedule_sizes,
-    with_tensors,
-)
+from mok_modular.calls.checks import check_layer, check_ring, check_schedule, config_agreement
+from mok_modular.calls.collective import call_key, keep_pushed_x, layer_call, make_collective, remember, with_tensors
 from mok_modular.calls.functional_backward import (
     MoKDgradContext,
     backward,
@@ -49,6 +31,16 @@ from mok_modular.calls.functional_backward import (
     recompute_forward_context,
 )
 from mok_modular.calls.precision import RoutedWeight, unpack_forward
+from mok_modular.calls.values import (
+    MoKForwardContext,
+    MoKSchedule,
+    context_tensors,
+    empty_context,
+    empty_schedule,
+    named_weights,
+    schedule_fields,
+    schedule_sizes,
+)
 from mok_modular.calls.workspace import Workspace, clear_workspace_cache, create_workspace, get_workspace
 from mok_modular.protocol.call import Call
 from mok_modular.protocol.config import MoKConfig

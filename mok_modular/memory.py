@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from mok_modular.calls.checks import empty_context, empty_schedule, schedule_sizes
+from mok_modular.calls.values import empty_context, empty_schedule, schedule_sizes
 from mok_modular.protocol.config import MoEShape, MoKConfig
 from mok_modular.protocol.sizes import Sizes
 

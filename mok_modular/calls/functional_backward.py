@@ -9,21 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mok_modular.calls.checks import (
-    MoKForwardContext,
-    MoKSchedule,
-    check_config,
-    check_layer,
-    check_shape,
-    check_tensor,
-    context_tensors,
-    empty_context,
-    keep_pushed_x,
-    layer_call,
-    make_collective,
-    named_weights,
-)
+from mok_modular.calls.checks import check_config, check_layer, check_shape, check_tensor
+from mok_modular.calls.collective import keep_pushed_x, layer_call, make_collective
 from mok_modular.calls.precision import RoutedWeight, unpack_backward, unpack_forward
+from mok_modular.calls.values import MoKForwardContext, MoKSchedule, context_tensors, empty_context, named_weights
 from mok_modular.calls.workspace import Workspace
 from mok_modular.protocol.call import Call
 from mok_modular.protocol.config import MoKConfig

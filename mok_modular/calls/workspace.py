@@ -63,7 +63,7 @@ class Workspace:
         self.hidden_size = hidden_size
         self.topk = topk
         self.device = torch.device(member.group.device)
-        self.remembered: dict[Any, Any] = {}  # calls whose arguments were checked (calls.remember)
+        self.remembered: dict[Any, Any] = {}  # calls whose arguments were checked (collective.remember)
 
     @property
     def x(self) -> Tensor:

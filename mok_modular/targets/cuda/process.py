@@ -24,8 +24,9 @@ from mok_modular.targets.cuda import device as cuda_device
 from mok_modular.targets.cuda import device_library, nvrtc, nvshmem
 from mok_modular.targets.cuda import launch as cuda_launch
 from mok_modular.targets.cuda import trace as cuda_trace
-from mok_modular.targets.cuda import workspace as cuda
+from mok_modular.targets.cuda.memory import open_waits
 from mok_modular.targets.cuda.symmetric import ProcessMemory
+from mok_modular.targets.cuda.workspace import CudaWorkspace
 
 HANDSHAKE = nvrtc.Kernel("split/handshake.cu", ("mok_handshake",))
 HANDSHAKE_TIMEOUT_S = 10.0
@@ -35,7 +36,7 @@ OWN_PATIENCE_S = 1.0
 """The same where this rank knows enough already, and the others only add to the table of waits."""
 
 
-class ProcessWorkspace(cuda.CudaWorkspace):
+class ProcessWorkspace(CudaWorkspace):
     """One rank's memory and kernels. Creation is collective and ends with a round of signals between all pairs."""
 
     native: ProcessMemory
@@ -145,7 +146,7 @@ class ProcessWorkspace(cuda.CudaWorkspace):
             failure = self.native.failure(0)
             if failure["is_set"]:
                 error = MoKTimeoutError(
-                    f"signals from rank {failure['peer']} do not reach rank {rank}", cuda.open_waits([failure])
+                    f"signals from rank {failure['peer']} do not reach rank {rank}", open_waits([failure])
                 )
         except MoKTimeoutError:
             raise
@@ -200,7 +201,7 @@ class ProcessWorkspace(cuda.CudaWorkspace):
             return error
         self.runtime.is_healthy = False
         self._ranks.post(f"{self._report_key}/calls", list(self._recent))
-        waits, reason = cuda.open_waits(failures), failure["reason"]
+        waits, reason = open_waits(failures), failure["reason"]
         if reason == "aborted":
             self._report(reason, "", waits, failure["raised_by"])
             return self._aborted(failure["raised_by"], waits)

@@ -13,7 +13,7 @@ from mok_modular.protocol.errors import MoKTimeoutError
 from mok_modular.protocol.sizes import extension
 from mok_modular.targets.cuda.device import ENTRIES, get_device
 from mok_modular.targets.cuda.launch import Launcher
-from mok_modular.targets.cuda.workspace import CudaMemory, open_waits
+from mok_modular.targets.cuda.memory import CudaMemory, open_waits
 from mok_modular.targets.stage_base import StageRun
 
 ROW_BLOCK = 128

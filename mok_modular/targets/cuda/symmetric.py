@@ -10,10 +10,10 @@ import torch
 from mok_modular.protocol.sizes import extension
 from mok_modular.ranks.process_group import ProcessRanks
 from mok_modular.targets.cuda import nvshmem
-from mok_modular.targets.cuda import workspace as cuda
+from mok_modular.targets.cuda.memory import ZEROED, CudaMemory, copy_to_device
 
 
-class ProcessMemory(cuda.CudaMemory):
+class ProcessMemory(CudaMemory):
     """The regions of one rank: symmetric ones by NVSHMEM, local ones by torch."""
 
     def __init__(self, ranks: ProcessRanks, runtime: nvshmem.Runtime, device: torch.device, timeout_s: float) -> None:
@@ -59,7 +59,7 @@ class ProcessMemory(cuda.CudaMemory):
                 self._runtime.release(set.intersection(*(dropped for _, dropped in asked)))
                 for name, num_bytes in sorted(wanted.items()):
                     own[name] = self._runtime.allocate(num_bytes, self.device)
-                    own[name].fill_(0 if name in cuda.ZEROED else 0xFF)
+                    own[name].fill_(0 if name in ZEROED else 0xFF)
                     start = own[name].data_ptr()
                     self._peers[name] = [self._runtime.peer_address(start, rank) for rank in range(self.num_ranks)]
                 torch.cuda.synchronize()
@@ -82,7 +82,7 @@ class ProcessMemory(cuda.CudaMemory):
         stream = torch.cuda.Stream(self.device)
         with torch.cuda.device(self.device):
             for rank in ranks:
-                cuda.copy_to_device(self.address(rank, "words") + offset, value, stream)
+                copy_to_device(self.address(rank, "words") + offset, value, stream)
         stream.synchronize()
 
     def reset_to(self, epochs: Sequence[int]) -> None:
