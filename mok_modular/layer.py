@@ -12,7 +12,8 @@ from mok_modular import torch_ops
 from mok_modular.calls.checks import check_mxfp8_sizes
 from mok_modular.calls.precision import PRECISIONS
 from mok_modular.calls.workspace import Workspace
-from mok_modular.protocol.config import MAX_TOPK, MoEShape, MoKConfig
+from mok_modular.protocol.config import MoKConfig
+from mok_modular.protocol.shapes import MAX_TOPK, MoEShape
 from mok_modular.ranks.group import as_member
 
 

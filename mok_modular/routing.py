@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mok_modular.protocol.config import MoEShape
+from mok_modular.protocol.shapes import MoEShape
 
 _FORMAT = "mok_modular.routing"
 _VERSIONS = (1, 2)  # 1 has no num_tokens and no shape

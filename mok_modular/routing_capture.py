@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mok_modular.layer import MoE
-from mok_modular.protocol.config import MoEShape
+from mok_modular.protocol.shapes import MoEShape
 from mok_modular.routing import Routing, save_routing
 
 

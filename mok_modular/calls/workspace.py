@@ -12,7 +12,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from mok_modular.protocol.config import MAX_TOPK, MoKConfig
+from mok_modular.protocol.config import MoKConfig
+from mok_modular.protocol.shapes import MAX_TOPK
 from mok_modular.protocol.trace import Trace
 from mok_modular.ranks.group import LocalGroup, as_member
 from mok_modular.ranks.member import Member

@@ -206,7 +206,7 @@ def _print_ab(args: argparse.Namespace, found: _Comparison, names: Sequence[str]
 
 
 def _draw_timeline(args: argparse.Namespace, workload: Workload, *modes: str) -> None:
-    from mok_modular.protocol.trace import plot
+    from mok_modular.protocol.trace_plot import plot
     from mok_modular.testing import run_forward
 
     traces = {}

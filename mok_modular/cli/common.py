@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mok_modular.calls.precision import PRECISIONS
-from mok_modular.protocol.config import PRESETS, MoEShape
+from mok_modular.protocol.shapes import PRESETS, MoEShape
 from mok_modular.targets.build import host_build_info
 from mok_modular.targets.cuda.nvrtc import CompileError
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import mok_modular
-from mok_modular.protocol.config import PRESETS, MoEShape, MoKConfig
+from mok_modular.protocol.config import MoKConfig
+from mok_modular.protocol.shapes import PRESETS, MoEShape
 from mok_modular.targets.build import BuildError, host_build_info
 
 MIN_PYTHON = (3, 11)

@@ -65,7 +65,7 @@ def run_stage(args: argparse.Namespace) -> int:
 
 
 def _workload(num_tokens: int, num_ranks: int) -> Any:
-    from mok_modular.protocol.config import MoEShape
+    from mok_modular.protocol.shapes import MoEShape
     from mok_modular.routing import load_routing
     from mok_modular.testing import Workload
 

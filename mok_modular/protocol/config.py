@@ -1,22 +1,20 @@
-"""How a layer runs (`MoKConfig`) and how large it is (`MoEShape`).
+"""How a layer runs (`MoKConfig`).
 
 Only options whose feature exists are here; an unknown keyword is a TypeError, as for any dataclass.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mok_modular.protocol.checks import check_choice, check_int, check_number
 from mok_modular.protocol.plan import Plan
 from mok_modular.protocol.swap_rules import check_stages
 
 DEFAULT_ROW_BLOCK = 128
 """The smallest row block of any target: what minibatch_size is held against while `row_block` is None."""
-
-MAX_TOPK = 64
 
 
 @dataclass(frozen=True)
@@ -76,32 +74,32 @@ class MoKConfig:
 
     def __post_init__(self) -> None:
         self._check_mode()
-        _check_choice("dispatch", self.dispatch, ("pull", "pull_once", "push"))
-        _check_choice("combine", self.combine, ("push", "pull"))
-        _check_choice("wire", self.wire, ("bf16", "mxfp8"))
+        check_choice("dispatch", self.dispatch, ("pull", "pull_once", "push"))
+        check_choice("combine", self.combine, ("push", "pull"))
+        check_choice("wire", self.wire, ("bf16", "mxfp8"))
         if self.wire == "mxfp8" and self.dispatch == "pull_once":
             raise ValueError("dispatch='pull_once' is for BF16 layers: wire must be 'bf16', got 'mxfp8'")
         if self.wire == "mxfp8" and self.dispatch == "push":
             raise ValueError("wire='mxfp8' needs dispatch='pull': a pusher writes the owner's ring, which holds BF16")
-        _check_choice("signal_grain", self.signal_grain, ("row_block", "minibatch"))
-        _check_choice("ring", self.ring, ("interleaved", "serial"))
+        check_choice("signal_grain", self.signal_grain, ("row_block", "minibatch"))
+        check_choice("ring", self.ring, ("interleaved", "serial"))
         self._check_sizes()
         for name in ("fwd_num_comm_sms", "bwd_num_comm_sms"):
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), minimum=1)
+                check_int(name, getattr(self, name), minimum=1)
         if self.schedule_capacity_multiplier is not None:
-            _check_number("schedule_capacity_multiplier", self.schedule_capacity_multiplier)
+            check_number("schedule_capacity_multiplier", self.schedule_capacity_multiplier)
             if self.schedule_capacity_multiplier <= 0:
                 raise ValueError(
                     "schedule_capacity_multiplier must be above 0, or None for the worst case, "
                     f"got {self.schedule_capacity_multiplier}"
                 )
-        _check_int("all_gather_top_experts_chunk_bytes", self.all_gather_top_experts_chunk_bytes, minimum=1)
+        check_int("all_gather_top_experts_chunk_bytes", self.all_gather_top_experts_chunk_bytes, minimum=1)
         for name in ("start_timeout_s", "timeout_s"):
-            _check_number(name, getattr(self, name))
+            check_number(name, getattr(self, name))
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0 (0 waits for ever), got {getattr(self, name)}")
-        _check_int("num_reserved_sms", self.num_reserved_sms, minimum=0)
+        check_int("num_reserved_sms", self.num_reserved_sms, minimum=0)
         for name in ("allow_shared_gpu", "trace"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {type(getattr(self, name)).__name__}")
@@ -112,7 +110,7 @@ class MoKConfig:
             is_pull_combine=self.combine == "pull",
         )
         object.__setattr__(self, "stages", dict(self.stages))  # what becomes of the caller's own is no change here
-        _check_choice("signals", self.signals, ("direct", "nvshmem"))
+        check_choice("signals", self.signals, ("direct", "nvshmem"))
 
     @property
     def plan(self) -> Plan:
@@ -129,11 +127,11 @@ class MoKConfig:
 
     def _check_sizes(self) -> None:
         if self.row_block is not None:
-            _check_int("row_block", self.row_block, minimum=1)
+            check_int("row_block", self.row_block, minimum=1)
             if self.row_block not in (128, 256):
                 raise ValueError(f"row_block must be 128, 256 or None (the target's), got {self.row_block}")
-        _check_int("minibatch_size", self.minibatch_size, minimum=1)
-        _check_int("macrobatch_size", self.macrobatch_size, minimum=1)
+        check_int("minibatch_size", self.minibatch_size, minimum=1)
+        check_int("macrobatch_size", self.macrobatch_size, minimum=1)
         row_block = self.row_block or DEFAULT_ROW_BLOCK
         if self.minibatch_size % row_block != 0:
             raise ValueError(
@@ -144,73 +142,3 @@ class MoKConfig:
                 f"macrobatch_size must be a multiple of minibatch_size ({self.minibatch_size}), "
                 f"got {self.macrobatch_size}"
             )
-
-
-@dataclass(frozen=True)
-class MoEShape:
-    """The sizes of a layer: H, I, E, K and S (0 without a shared expert).
-
-    Raises TypeError or ValueError that names the field, the value and the rule.
-    """
-
-    name: str
-    hidden_size: int
-    intermediate_size: int
-    num_experts: int
-    topk: int
-    shared_intermediate_size: int = 0
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise TypeError(f"name must be a str, got {type(self.name).__name__}")
-        for name, minimum in (
-            ("hidden_size", 64),
-            ("intermediate_size", 64),
-            ("num_experts", 1),
-            ("topk", 1),
-            ("shared_intermediate_size", 0),
-        ):
-            _check_int(name, getattr(self, name), minimum=minimum)
-        for name in ("hidden_size", "intermediate_size", "shared_intermediate_size"):
-            if getattr(self, name) % 64 != 0:
-                raise ValueError(f"{name} must be a multiple of 64, got {getattr(self, name)}")
-        if self.topk > MAX_TOPK:
-            raise ValueError(f"topk must be 1..{MAX_TOPK}, got {self.topk}")
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be a str, got {type(value).__name__}")
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-
-
-def _check_int(name: str, value: Any, *, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__} ({value!r})")
-    if value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {value}")
-
-
-def _check_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be an int or a float, got {type(value).__name__} ({value!r})")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value}")
-
-
-PRESETS: dict[str, MoEShape] = {
-    shape.name: shape
-    for shape in (
-        # E, K and S as published for Kimi K2, of which K2.7 is assumed to keep the MoE layer.
-        MoEShape("kimi-k2.7", 7168, 2048, num_experts=384, topk=8, shared_intermediate_size=2048),
-        # E 256, K 8 and 1 shared expert as published; the shared width is assumed to be a routed expert's.
-        MoEShape("glm-5.2", 6144, 2048, num_experts=256, topk=8, shared_intermediate_size=2048),
-        # E 512, K 10 and 1 shared expert as published; the shared width is assumed to be a routed expert's.
-        MoEShape("qwen3.5-397b", 4096, 1024, num_experts=512, topk=10, shared_intermediate_size=1024),
-        # E 384, K 6 and 1 shared expert as published; the shared width is assumed to be a routed expert's.
-        MoEShape("deepseek-v4-pro", 7168, 3072, num_experts=384, topk=6, shared_intermediate_size=3072),
-        MoEShape("tiny", 256, 384, num_experts=16, topk=4, shared_intermediate_size=128),
-    )
-}
-"""Shapes of known models by name, and `tiny`, which runs on any laptop."""

@@ -30,7 +30,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("functional", "memory"),
     ("stages", "torch_ops"),
     ("layer", "reference", "routing"),
-    ("reference_mxfp8", "routing_capture"),
+    ("routing_capture",),
     ("testing",),
     ("",),
     ("cli",),

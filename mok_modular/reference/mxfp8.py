@@ -18,9 +18,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .ops import round_trip
-from .reference import LayerGradients, _shared_expert, shared_expert_backward
-from .stages import (
+from mok_modular.ops import round_trip
+from mok_modular.reference.backward import LayerGradients, shared_expert_backward
+from mok_modular.reference.forward import shared_expert
+from mok_modular.stages import (
     combine,
     dispatch,
     grouped_dgrad,
@@ -62,7 +63,7 @@ def moe_ranks(
         ys.append(grouped_gemm.reference(_quantized(h), down, *segments))
     return [
         reduce.reference(
-            cells, weights, ids >= 0, _shared_expert(x, w_shared_gate, w_shared_up, w_shared_down, swiglu_limit)
+            cells, weights, ids >= 0, shared_expert(x, w_shared_gate, w_shared_up, w_shared_down, swiglu_limit)
         )
         for cells, x, ids, weights in zip(combine.reference(ys, tables), xs, expert_ids, router_weights, strict=True)
     ]
