@@ -3,7 +3,7 @@
     config = MoKConfig(trace=True)
     ... build_schedule, forward ...
     workspace.trace().save("forward.json")      # opens in ui.perfetto.dev or chrome://tracing
-    plot({"split": a, "fused": b}, "both.png")  # needs matplotlib: pip install 'mok-modular[plot]'
+    trace_plot.plot({"split": a, "fused": b}, "both.png")  # needs matplotlib: pip install 'mok-modular[plot]'
 
 A track is one worker of one stream of one rank. Its intervals never overlap. Time is in nanoseconds on threads and in
 logical steps on fibers: as if all workers ran side by side, a task takes a step per KiB that it moves or per 2^18

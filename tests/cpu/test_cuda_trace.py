@@ -138,5 +138,5 @@ def test_some_ctas_are_drawn_with_all_their_roles(tmp_path: Path) -> None:
     few = many_ctas(10)
     assert trace_plot._drawn(few, few.intervals[30:]) == few.intervals[30:]
     pytest.importorskip("matplotlib")
-    trace.plot({"split": few, "fused": found}, tmp_path / "both.png")
+    trace_plot.plot({"split": few, "fused": found}, tmp_path / "both.png")
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
