@@ -11,43 +11,23 @@ bit. A base is itself held against float64.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
 
-from mok_modular import functional, stages
-from mok_modular.config import MoEShape, MoKConfig
+from mok_modular.config import MoEShape
 from mok_modular.group import LocalGroup
-from mok_modular.layer import MoE
-from mok_modular.precision import pack_backward, pack_forward
-from mok_modular.reference import LayerGradients
-from mok_modular.swap import STAGES_OF
+from mok_modular.testing.choice_calls import NUM_CALLS, WEIGHTS, Tensors, make_config, run_rank, start_of
 from mok_modular.testing.options import ALL, Choice, Target, plain
 from mok_modular.testing.runs import check_tensors
-from mok_modular.testing.workload import Weights, Workload
+from mok_modular.testing.workload import Workload
 
-SHAPE = MoEShape(
-    "covering", hidden_size=128, intermediate_size=256, num_experts=24, topk=3, shared_intermediate_size=128
-)
+SHAPE = MoEShape("covering", 128, 256, num_experts=12, topk=3, shared_intermediate_size=128)
 NUM_TOKENS = 200
 """Of all ranks together: several windows of 128 rows on each of them."""
-TIMEOUTS = {"timeout_s": 4.0, "start_timeout_s": 20.0}
-MORE_ROOM = 13
-"""Tokens of a workspace that nobody uses, with room="more"."""
-NUM_CALLS = 2
-"""Calls of a run: their words and counters stand in two banks, which they use in turn."""
-
-Tensors = dict[str, Tensor]
-"""Output, gradients (as Workload.reference_gradients names them) and context (context_x, ...) of a rank."""
-
 _CONTEXT = ("context_", "num_rows")
-WEIGHTS = ("shared_gate", "routed_gate", "shared_up", "routed_up", "shared_down", "routed_down")
-"""In the order of main_grads."""
 
 
 class DifferenceError(AssertionError):
@@ -107,7 +87,7 @@ class Differential:
                 if (sums := parts.get(f"d_{name}")) is None:
                     continue
                 if main_grads is not None:
-                    sums = sums + _start_of(i, rank, sums.shape, main_grads, self.device).float()
+                    sums = sums + start_of(i, rank, sums.shape, main_grads, self.device).float()
                 parts[f"d_{name}"] = sums if main_grads == "fp32" else sums.bfloat16()
             wanted.append(parts)
         return wanted
@@ -127,23 +107,19 @@ class Differential:
         return self.bases[key]
 
     def _check_base(self, base: Choice, tensors: list[Tensors]) -> None:
-        """Raises DifferenceError unless a base is right by float64 and, token by token, as on one rank."""
-        workload = self.workload(base)
-        by_name = {
-            name: [rank[name].bfloat16() if name.removeprefix("d_") in WEIGHTS else rank[name] for rank in tensors]
-            for name in tensors[0]
-            if not name.startswith(_CONTEXT)
-        }
-        checks = check_tensors(workload, by_name)
-        wrong = {name: check for name, check in checks.items() if not check.is_ok}
+        """Raises DifferenceError unless a base is right: on one rank by float64, on several by the base on one rank,
+        bit for bit but for the gradients of weights, whose rows are added in another order."""
+        names = [name for name in tensors[0] if not name.startswith(_CONTEXT)]
+        if base["num_ranks"] == 1 or base["tokens"] == "nobody":
+            values = {name: [_rounded(name, rank[name]).cpu() for rank in tensors] for name in names}
+            checks = check_tensors(self.workload(base).to("cpu"), values)
+            wrong = [f"{name}: {check}" for name, check in checks.items() if not check.is_ok]
+        else:
+            (alone,) = self._base({**base, "num_ranks": 1, "tokens": "even"})
+            joined = {name: _join(name, [rank[name] for rank in tensors]) for name in names}
+            wrong = [name for name, value in joined.items() if not _is_like(name, value, alone[name])]
         if wrong:
-            raise DifferenceError(f"the base is too far from float64: {wrong}")
-        if base["num_ranks"] == 1:
-            return
-        (alone,) = self._base({**base, "num_ranks": 1, "tokens": "nobody" if base["tokens"] == "nobody" else "even"})
-        for name in by_name:
-            if name.removeprefix("d_") not in WEIGHTS and not same_bits(torch.cat(by_name[name]), alone[name]):
-                raise DifferenceError(f"the base's {name} on {base['num_ranks']} ranks has other bits than on one")
+            raise DifferenceError(f"the base of {base} is wrong: {', '.join(wrong)}")
 
     def _group(self, choice: Choice) -> LocalGroup:
         names = ("num_ranks", "executor", "order", "num_workers")
@@ -206,280 +182,6 @@ def _whole_workload(routing: str, has_shared: bool) -> Workload:
     return Workload.from_ids(shape, [ids], [weights], seed=5)
 
 
-def make_config(choice: Choice, workload: Workload, **options: Any) -> MoKConfig:
-    """The config of a choice for the inputs that it will be given."""
-    multiplier = None
-    if choice["capacity"] == "enough":
-        multiplier = enough_capacity(workload)
-    minibatch = choice["minibatch_size"]
-    config = MoKConfig(
-        mode=choice["mode"],
-        dispatch=choice["dispatch"],
-        combine=choice["combine"],
-        signal_grain=choice["signal_grain"],
-        ring=choice["ring"],
-        minibatch_size=minibatch,
-        macrobatch_size=131072 if choice["windows"] == ALL else minibatch * choice["windows"],
-        row_block=choice["row_block"],
-        fwd_num_comm_sms=choice["fwd_num_comm_sms"],
-        bwd_num_comm_sms=choice["bwd_num_comm_sms"],
-        num_reserved_sms=choice["num_reserved_sms"],
-        schedule_capacity_multiplier=multiplier,
-        wire=choice["wire"],
-        trace=choice["trace"],
-        **{**TIMEOUTS, **options},
-    )
-    return config if choice["stages"] == "own" else dataclasses.replace(config, stages=_swappable(config))
-
-
-def enough_capacity(workload: Workload) -> float:
-    """A schedule_capacity_multiplier that leaves room for just the routes of the rank that gets the most."""
-    num_local = workload.shape.num_experts // workload.num_ranks
-    ids = torch.cat([ids.flatten() for ids in workload.expert_ids])
-    owners = torch.bincount(ids[ids >= 0].long() // num_local, minlength=workload.num_ranks)
-    share = max(len(x) for x in workload.x) * workload.shape.topk
-    return max(0.5, float(owners.max()) - 0.5) / max(1, share)
-
-
-def _swappable(config: MoKConfig) -> dict[str, Any]:
-    """The library's own kernels as functions, for all stages that this config lets one swap."""
-    found = {}
-    for name in STAGES_OF:
-        launch = getattr(stages, name).launch
-        try:
-            dataclasses.replace(config, stages={name: launch})
-        except ValueError:
-            continue
-        found[name] = launch
-    return found
-
-
-# ---- one rank ----
-
-
-@dataclass(frozen=True, eq=False)
-class _Inputs:
-    """What a rank gives to its calls."""
-
-    x: Tensor
-    ids: Tensor
-    router_weights: Tensor
-    d_output: Tensor
-    weights: Weights
-
-    @classmethod
-    def of(cls, workload: Workload, rank: int, choice: Choice) -> _Inputs:
-        ids = workload.expert_ids[rank].to(getattr(torch, choice["ids_dtype"]))
-        x, router_weights = workload.x[rank], workload.router_weights[rank]
-        if choice["input"] == "strided":
-            x, ids, router_weights = (_strided(t) for t in (x, ids, router_weights))
-        return cls(
-            x, ids, router_weights, workload.d_outputs()[rank], workload.weights.of_rank(rank, workload.num_ranks)
-        )
-
-    @property
-    def shared(self) -> tuple[Tensor | None, ...]:
-        weights = self.weights
-        return weights.shared_gate, weights.shared_up, weights.shared_down
-
-    @property
-    def routed(self) -> tuple[Tensor, Tensor, Tensor]:
-        weights = self.weights
-        return weights.routed_gate, weights.routed_up, weights.routed_down
-
-
-def run_rank(member: Any, workload: Workload, config: MoKConfig, choice: Choice) -> list[Tensors]:
-    """NUM_CALLS calls of one rank; every one's output, gradients and context."""
-    inputs = _Inputs.of(workload, member.rank(), choice)
-    most = max(len(x) for x in workload.x)
-    sizes = most, workload.shape
-    if choice["api"] == "layer":
-        return _run_layer(member, inputs, config, choice, *sizes, workload.swiglu_limit)
-    workspace = _workspace(member, config, choice, *sizes)
-    x = inputs.x
-    if choice["input"] == "workspace":
-        x = workspace.x[: len(x)]
-        x.copy_(inputs.x)
-    inputs = dataclasses.replace(inputs, x=x)
-    if choice["launch"] == "graph":
-        return _run_graph(workspace, inputs, config, choice, workload)
-    results = []
-    for _ in range(NUM_CALLS):
-        results.append(_call(workspace, inputs, config, choice, workload))
-        if workspace.device.type == "cuda":
-            workspace.check()
-    return results
-
-
-def _workspace(member: Any, config: MoKConfig, choice: Choice, most: int, shape: MoEShape) -> functional.Workspace:
-    sizes = {"hidden_size": shape.hidden_size, "topk": shape.topk}
-    if choice["room"] == "cached":
-        return functional.get_workspace(config, member, num_local_tokens=most, **sizes)
-    if choice["room"] == "grown":
-        workspace = functional.create_workspace(config, member, num_local_tokens=most // 2, **sizes)
-        workspace.grow(most)
-        return workspace
-    room = most + (MORE_ROOM if choice["room"] == "more" else 0)
-    return functional.create_workspace(config, member, num_local_tokens=room, **sizes)
-
-
-def _call(
-    workspace: functional.Workspace, inputs: _Inputs, config: MoKConfig, choice: Choice, workload: Workload
-) -> Tensors:
-    """build_schedule, forward and what belongs to it."""
-    num_local_experts = len(inputs.weights.routed_gate)
-    schedule = functional.build_schedule(workspace, config, inputs.ids, num_local_experts=num_local_experts)
-    packed = pack_forward(*inputs.routed, choice["precision"])
-    limit = workload.swiglu_limit
-    output, context = functional.forward(
-        config,
-        workspace,
-        schedule,
-        inputs.x,
-        inputs.router_weights,
-        *inputs.shared,
-        *packed,
-        limit,
-        save_context=choice["context"] == "kept",
-    )
-    if choice["context"] == "recomputed":
-        context = functional.recompute_forward_context(
-            config, workspace, schedule, inputs.x, *inputs.shared[:2], *packed[:2], limit
-        )
-    found = {"output": output}
-    if choice["passes"] != "forward":
-        found |= _gradients(workspace, inputs, config, choice, schedule, context, limit)
-    if choice["context"] != "none":
-        found |= {f"context_{name}": tensor for name, tensor in vars(context).items()}
-        found["num_rows"] = schedule.counts[0]
-    return found
-
-
-def _gradients(
-    workspace: functional.Workspace,
-    inputs: _Inputs,
-    config: MoKConfig,
-    choice: Choice,
-    schedule: functional.MoKSchedule,
-    context: functional.MoKForwardContext,
-    limit: float | None,
-) -> Tensors:
-    weights = *inputs.shared, *pack_backward(*inputs.routed, choice["precision"])
-    tensors = inputs.x, inputs.router_weights, *weights
-    main_grads = _main_grads(inputs.weights, choice["main_grads"], workspace.member.rank())
-    if choice["passes"] == "halves":
-        d_x, d_router_weights, kept = functional.backward_dgrad(
-            config, workspace, schedule, context, inputs.d_output, *tensors, limit
-        )
-        rest = functional.backward_wgrad(
-            config, workspace, schedule, context, kept, inputs.d_output, inputs.x, *weights, main_grads=main_grads
-        )
-        found = (d_x, d_router_weights, *rest)
-    else:
-        found = functional.backward(
-            config, workspace, schedule, context, inputs.d_output, *tensors, limit, main_grads=main_grads
-        )
-    named = {f"d_{name}": tensor for name, tensor in zip(LayerGradients._fields, found, strict=True)}
-    named |= {f"d_{name}": tensor for name, tensor in zip(WEIGHTS, main_grads or (), strict=bool(main_grads))}
-    return {name: tensor for name, tensor in named.items() if tensor is not None}
-
-
-def _main_grads(weights: Weights, kind: str | None, rank: int) -> list[Tensor | None] | None:
-    """Tensors to which the weights' gradients are added; "sums": zeros, so that the sums themselves are left."""
-    if kind is None:
-        return None
-    found = [getattr(weights, name) for name in WEIGHTS]
-    if kind == "sums":
-        return [None if w is None else torch.zeros_like(w, dtype=torch.float32) for w in found]
-    return [None if w is None else _start_of(i, rank, w.shape, kind, w.device) for i, w in enumerate(found)]
-
-
-def _start_of(index: int, rank: int, shape: Sequence[int], kind: str, device: torch.device | str) -> Tensor:
-    """What a tensor of main_grads holds before the first addition."""
-    generator = torch.Generator().manual_seed(100 * rank + index)
-    values = torch.randn(shape, generator=generator).to(device)
-    return values.bfloat16() if kind == "bf16" else values
-
-
-def _run_layer(
-    member: Any, inputs: _Inputs, config: MoKConfig, choice: Choice, most: int, shape: MoEShape, limit: float | None
-) -> list[Tensors]:
-    """The same by the module and autograd."""
-    room = {"exact": most, "more": most + MORE_ROOM, "grown": most // 2, "cached": None}[choice["room"]]
-    layer = MoE(
-        shape.hidden_size,
-        shape.intermediate_size,
-        shape.num_experts,
-        shape.topk,
-        member,
-        config,
-        shape.shared_intermediate_size,
-        choice["precision"],
-        limit,
-        num_local_tokens=room,
-    )
-    with torch.no_grad():
-        for name in WEIGHTS:
-            if (weight := getattr(inputs.weights, name)) is not None:
-                getattr(layer, f"w_{name}").copy_(weight)
-    if choice["room"] == "grown":
-        layer.workspace.grow(most)
-    results = []
-    for _ in range(NUM_CALLS):
-        if choice["passes"] == "forward":
-            results.append({"output": layer(inputs.x, inputs.ids, inputs.router_weights)})
-        else:
-            results.append(_train(layer, inputs, choice, member.rank()))
-        if layer.workspace.device.type == "cuda":
-            layer.workspace.check()
-    return results
-
-
-def _train(layer: MoE, inputs: _Inputs, choice: Choice, rank: int) -> Tensors:
-    layer.main_grads = main_grads = _main_grads(inputs.weights, choice["main_grads"], rank)
-    layer.zero_grad()
-    x, router_weights = (t.detach().requires_grad_() for t in (inputs.x, inputs.router_weights))
-    if choice["context"] == "recomputed":
-        output = torch.utils.checkpoint.checkpoint(
-            layer, x, inputs.ids, router_weights, use_reentrant=False, preserve_rng_state=False
-        )
-    else:
-        output = layer(x, inputs.ids, router_weights)
-    output.backward(inputs.d_output)
-    found = {"output": output.detach(), "d_x": x.grad, "d_router_weights": router_weights.grad}
-    for i, name in enumerate(WEIGHTS):
-        weight = getattr(layer, f"w_{name}")
-        if weight is not None:
-            found[f"d_{name}"] = weight.grad if main_grads is None else main_grads[i]
-    return found
-
-
-def _run_graph(
-    workspace: functional.Workspace, inputs: _Inputs, config: MoKConfig, choice: Choice, workload: Workload
-) -> list[Tensors]:
-    """A graph of the calls, replayed NUM_CALLS times."""
-
-    def call() -> Tensors:
-        return _call(workspace, inputs, config, choice, workload)
-
-    stream = torch.cuda.Stream(workspace.device)
-    stream.wait_stream(torch.cuda.current_stream(workspace.device))
-    with torch.cuda.stream(stream):
-        call()  # the first call allocates, which a capture may not
-    torch.cuda.current_stream(workspace.device).wait_stream(stream)
-    workspace.check()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = call()
-    results = []
-    for _ in range(NUM_CALLS):
-        captured["output"].fill_(math.nan)
-        graph.replay()
-        workspace.check()
-        results.append({name: tensor.clone() for name, tensor in captured.items()})
-    return results
-
-
 # ---- comparisons ----
 
 
@@ -509,8 +211,21 @@ def _differing(given: Sequence[Tensors], wanted: Sequence[Tensors], choice: Choi
     return found
 
 
-def _strided(tensor: Tensor) -> Tensor:
-    """The same values, every other column of a larger tensor."""
-    wide = tensor.new_zeros(len(tensor), 2 * tensor.shape[1])
-    wide[:, ::2] = tensor
-    return wide[:, ::2]
+def _is_weight(name: str) -> bool:
+    return name.removeprefix("d_") in WEIGHTS
+
+
+def _rounded(name: str, tensor: Tensor) -> Tensor:
+    return tensor.bfloat16() if _is_weight(name) else tensor
+
+
+def _join(name: str, parts: Sequence[Tensor]) -> Tensor:
+    """The tensors of all ranks as one rank would have them."""
+    return torch.stack(list(parts)).sum(0) if name.startswith("d_shared") else torch.cat(list(parts))
+
+
+def _is_like(name: str, value: Tensor, alone: Tensor) -> bool:
+    """The same bits; of float32 sums, the same up to the order of the additions."""
+    if not _is_weight(name):
+        return same_bits(value, alone)
+    return bool((value - alone).norm() <= 1e-5 * alone.norm())

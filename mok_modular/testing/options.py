@@ -117,7 +117,7 @@ OPTIONS = (
     Option("routing", ("missing", "full", "hot", "nobody"), "-1 routes, none, skewed, nothing else than -1"),
     Option("tokens", ("uneven", "even", "one", "nobody"), "tokens by rank: one rank has all, no rank has any"),
     # ---- LocalGroup ----
-    Option("num_ranks", (2, 1, 3, 4), "R", (2, 1, 4, 8), sets=("LocalGroup.size", "MoE.group")),
+    Option("num_ranks", (2, 1, 3, 4), "R", (2, 1, 4, 6), sets=("LocalGroup.size", "MoE.group")),
     Option("executor", ("fibers", "threads"), "how CPU ranks run", ("fibers",), sets=("LocalGroup.executor",)),
     Option(
         "order",
@@ -235,11 +235,6 @@ RULES = (
         ("launch", "num_ranks"),
         "a graph is captured by one thread",
         lambda launch, num_ranks: _implies(launch == "graph", num_ranks == 1),
-    ),
-    Rule(
-        ("launch", "room"),
-        "a workspace grows before a graph is captured",
-        lambda launch, room: _implies(launch == "graph", room != "grown"),
     ),
 )
 """What must hold of a choice."""
