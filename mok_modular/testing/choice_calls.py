@@ -16,11 +16,12 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from mok_modular import functional, stages
-from mok_modular.config import DEFAULT_ROW_BLOCK, MoEShape, MoKConfig
+from mok_modular.calls.precision import pack_backward, pack_forward
 from mok_modular.layer import MoE
-from mok_modular.precision import pack_backward, pack_forward
+from mok_modular.protocol.config import DEFAULT_ROW_BLOCK, MoKConfig
+from mok_modular.protocol.shapes import MoEShape
+from mok_modular.protocol.swap_rules import STAGES_OF
 from mok_modular.reference import LayerGradients
-from mok_modular.swap import STAGES_OF
 from mok_modular.testing.options import ALL, Choice
 from mok_modular.testing.workload import Weights, Workload
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from mok_modular.testing.differential import Differential
 from mok_modular.testing.options import RULES, Choice, Target, broken_rule, plain, values_of
 
 Combination = tuple[tuple[str, Any], ...]
@@ -103,8 +104,6 @@ def run_array(
 
     Ends early, between two runs, when `time.perf_counter()` has passed `deadline_s`.
     """
-    from mok_modular.testing.differential import Differential
-
     runs = Differential(device)
     for number, choice in enumerate(rows):
         if number < first:

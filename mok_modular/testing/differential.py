@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mok_modular.config import MoEShape
-from mok_modular.group import LocalGroup
+from mok_modular.protocol.shapes import MoEShape
+from mok_modular.ranks.group import LocalGroup
+from mok_modular.testing.checks import check_tensors
 from mok_modular.testing.choice_calls import NUM_CALLS, WEIGHTS, Tensors, make_config, run_rank, start_of
 from mok_modular.testing.options import ALL, Choice, Target, plain
-from mok_modular.testing.runs import check_tensors
 from mok_modular.testing.workload import Workload
 
 SHAPE = MoEShape("covering", 128, 256, num_experts=12, topk=3, shared_intermediate_size=128)

@@ -7,9 +7,8 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 
-from mok_modular import nvrtc
-from mok_modular.plan import all_plans
-from mok_modular.targets import cuda_device
+from mok_modular.protocol.plan import all_plans
+from mok_modular.targets.cuda import device, nvrtc
 
 
 def all_kernels(*, is_traced: bool = False) -> list[nvrtc.Kernel]:
@@ -19,11 +18,11 @@ def all_kernels(*, is_traced: bool = False) -> list[nvrtc.Kernel]:
         for plan in all_plans()
         for group in plan.groups
         for is_pull in (False, True)
-        if isinstance(kernel := cuda_device.kernel_of(group, is_pull), int)
+        if isinstance(kernel := device.kernel_of(group, is_pull), int)
     }
-    persistent = [cuda_device.persistent_kernel(mask) for mask in sorted(masks, reverse=True)]
-    kernels = [cuda_device.GEMM_KERNEL, *persistent, *cuda_device.COPY_KERNELS.values()]
-    return [cuda_device.traced(kernel) for kernel in kernels] if is_traced else kernels
+    persistent = [device.persistent_kernel(mask) for mask in sorted(masks, reverse=True)]
+    kernels = [device.GEMM_KERNEL, *persistent, *device.COPY_KERNELS.values()]
+    return [device.traced(kernel) for kernel in kernels] if is_traced else kernels
 
 
 def compile_kernels(kernels: Sequence[nvrtc.Kernel], num_processes: int | None = None) -> None:
@@ -39,4 +38,4 @@ def compile_kernels(kernels: Sequence[nvrtc.Kernel], num_processes: int | None =
 
 
 def _compile(kernel: nvrtc.Kernel) -> None:
-    nvrtc.compile_kernel(cuda_device.ARCH, kernel, cuda_device.DEFINE)
+    nvrtc.compile_kernel(device.ARCH, kernel, device.DEFINE)

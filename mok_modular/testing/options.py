@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mok_modular.plan import all_plans
+from mok_modular.protocol.plan import all_plans
 
 Target = Literal["host", "sm_90a"]
 Choice = dict[str, Any]

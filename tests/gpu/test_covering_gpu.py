@@ -13,7 +13,7 @@ from helpers import make_workload, same_bits
 from torch import Tensor
 
 from mok_modular import LocalGroup, MoKConfig
-from mok_modular.plan import all_plans
+from mok_modular.protocol.plan import all_plans
 from mok_modular.testing import Workload
 from mok_modular.testing.covering import covering_array, missing, run_array, unplain
 from mok_modular.testing.kernels import all_kernels, compile_kernels
