@@ -25,7 +25,9 @@ from mok_modular.reference import LayerGradients
 from mok_modular.testing.options import ALL, Choice
 from mok_modular.testing.workload import Weights, Workload
 
-TIMEOUTS = {"timeout_s": 4.0, "start_timeout_s": 20.0}
+TIMEOUTS: dict[str, Any] = {"timeout_s": 60.0, "start_timeout_s": 60.0}
+"""Of CPU ranks: fibers see a hang at once, and threads may wait for a processor."""
+GPU_TIMEOUTS: dict[str, Any] = {"timeout_s": 3.0, "start_timeout_s": 15.0}
 MORE_ROOM = 13
 """Tokens of a workspace that nobody uses, with room="more"."""
 NUM_CALLS = 2
@@ -38,7 +40,7 @@ WEIGHTS = ("shared_gate", "routed_gate", "shared_up", "routed_up", "shared_down"
 """In the order of main_grads."""
 
 
-def make_config(choice: Choice, workload: Workload, **options: Any) -> MoKConfig:
+def make_config(choice: Choice, workload: Workload) -> MoKConfig:
     """The config of a choice for the inputs that it will be given."""
     multiplier = None
     if choice["capacity"] == "enough":
@@ -59,7 +61,7 @@ def make_config(choice: Choice, workload: Workload, **options: Any) -> MoKConfig
         schedule_capacity_multiplier=multiplier,
         wire=choice["wire"],
         trace=choice["trace"],
-        **{**TIMEOUTS, **options},
+        **(GPU_TIMEOUTS if workload.expert_ids[0].is_cuda else TIMEOUTS),
     )
     return config if choice["stages"] == "own" else dataclasses.replace(config, stages=_swappable(config))
 
@@ -98,7 +100,7 @@ class Inputs:
     x: Tensor
     ids: Tensor
     router_weights: Tensor
-    d_output: Tensor
+    d_output: Tensor | None
     weights: Weights
 
     @classmethod
@@ -107,9 +109,8 @@ class Inputs:
         x, router_weights = workload.x[rank], workload.router_weights[rank]
         if choice["input"] == "strided":
             x, ids, router_weights = (_strided(t) for t in (x, ids, router_weights))
-        return cls(
-            x, ids, router_weights, workload.d_outputs()[rank], workload.weights.of_rank(rank, workload.num_ranks)
-        )
+        d_output = None if choice["passes"] == "forward" else workload.d_outputs()[rank]
+        return cls(x, ids, router_weights, d_output, workload.weights.of_rank(rank, workload.num_ranks))
 
     @property
     def shared(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -226,20 +227,19 @@ def _gradients(
     limit: float | None,
 ) -> Tensors:
     weights: tuple[Any, ...] = *inputs.shared, *pack_backward(*inputs.routed, choice["precision"])
+    d_output: Any = inputs.d_output
     tensors: tuple[Any, ...] = inputs.x, inputs.router_weights, *weights, limit
     main_grads = _main_grads(inputs.weights, choice["main_grads"], workspace.member.rank())
     if choice["passes"] == "halves":
         d_x, d_router_weights, kept = functional.backward_dgrad(
-            config, workspace, schedule, context, inputs.d_output, *tensors
+            config, workspace, schedule, context, d_output, *tensors
         )
         rest = functional.backward_wgrad(
-            config, workspace, schedule, context, kept, inputs.d_output, inputs.x, *weights, main_grads=main_grads
+            config, workspace, schedule, context, kept, d_output, inputs.x, *weights, main_grads=main_grads
         )
         found = (d_x, d_router_weights, *rest)
     else:
-        found = functional.backward(
-            config, workspace, schedule, context, inputs.d_output, *tensors, main_grads=main_grads
-        )
+        found = functional.backward(config, workspace, schedule, context, d_output, *tensors, main_grads=main_grads)
     named = {f"d_{name}": tensor for name, tensor in zip(LayerGradients._fields, found, strict=True)}
     named |= {f"d_{name}": tensor for name, tensor in zip(WEIGHTS, main_grads or (), strict=bool(main_grads))}
     return {name: tensor for name, tensor in named.items() if tensor is not None}
