@@ -262,12 +262,19 @@ def start_of(index: int, rank: int, shape: Sequence[int], kind: str, device: tor
     return values.bfloat16() if kind == "bf16" else values
 
 
+class _Layer(MoE):
+    """A layer whose weights are given: drawing them takes longer than all calls of a run."""
+
+    def reset_parameters(self) -> None:
+        """Nothing."""
+
+
 def _run_layer(
     member: Any, inputs: Inputs, config: MoKConfig, choice: Choice, most: int, shape: MoEShape, limit: float | None
 ) -> list[Tensors]:
     """The same by the module and autograd."""
     room = {"exact": most, "more": most + MORE_ROOM, "grown": most // 2, "cached": None}[choice["room"]]
-    layer = MoE(
+    layer = _Layer(
         shape.hidden_size,
         shape.intermediate_size,
         shape.num_experts,

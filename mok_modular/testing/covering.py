@@ -21,8 +21,12 @@ from typing import Any
 import torch
 
 from mok_modular.testing.differential import Differential
+from mok_modular.testing.kernels import all_kernels, compile_kernels
 from mok_modular.testing.options import RULES, Choice, Target, broken_rule, plain, values_of
+from mok_modular.testing.watchdog import watch
 
+MAX_WRONG_IN_A_ROW = 20
+"""After so many nothing on a device is right any more."""
 Combination = tuple[tuple[str, Any], ...]
 """Some options and a value of each."""
 
@@ -102,15 +106,21 @@ def run_array(
 ) -> Iterator[tuple[int, Choice, str]]:
     """Runs every choice and yields its number, itself and what is wrong, "" where nothing is.
 
-    Ends early, between two runs, when `time.perf_counter()` has passed `deadline_s`.
+    Ends early, between two runs, when `time.perf_counter()` has passed `deadline_s`, and after MAX_WRONG_IN_A_ROW.
     """
     runs = Differential(device)
+    num_wrong_in_a_row = 0
     for number, choice in enumerate(rows):
         if number < first:
             continue
         if deadline_s is not None and time.perf_counter() > deadline_s:
             return
-        yield number, choice, runs.difference(choice)
+        with watch(f"run {number}\n  --choice '{json.dumps(unplain(choice, runs.target))}'"):
+            wrong = runs.difference(choice)
+        num_wrong_in_a_row = num_wrong_in_a_row + 1 if wrong else 0
+        yield number, choice, wrong
+        if num_wrong_in_a_row == MAX_WRONG_IN_A_ROW:
+            return
 
 
 def unplain(choice: Choice, target: Target) -> Choice:
@@ -141,7 +151,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"--choice: {', '.join(rule.names)}: {rule.reason}")
     else:
         rows = covering_array(target, args.strength)
-        print(f"{len(rows)} runs, made in {time.perf_counter() - start_s:.1f} s", file=sys.stderr, flush=True)
+        if target != "host":
+            compile_kernels([*all_kernels(), *all_kernels(is_traced=True)])
+        print(f"{len(rows)} runs, prepared in {time.perf_counter() - start_s:.1f} s", file=sys.stderr, flush=True)
     deadline_s = None if args.seconds is None else start_s + args.seconds
     num_runs = num_wrong = 0
     for number, choice, wrong in run_array(rows, args.device, deadline_s=deadline_s, first=args.first):

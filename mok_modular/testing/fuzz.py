@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
-import os
 import random
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,8 +30,10 @@ from mok_modular.ranks.group import LocalGroup
 from mok_modular.testing.checks import check_tensors
 from mok_modular.testing.choice_calls import WEIGHTS, Tensors, make_config, run_rank, start_of
 from mok_modular.testing.differential import same_bits
+from mok_modular.testing.kernels import all_kernels, compile_kernels
 from mok_modular.testing.options import ALL, Choice, Target, broken_rule, plain, values_of
 from mok_modular.testing.results import TensorCheck
+from mok_modular.testing.watchdog import watch
 from mok_modular.testing.workload import Workload
 
 OF_THE_CASE = ("mode", "routing", "tokens", "num_ranks", "shared", "swiglu_limit")
@@ -43,8 +44,6 @@ MAX_WORK = {"host": 30e6, "sm_90a": 4e9}
 """Rows times H times I of a case, at most."""
 MAX_WEIGHTS = {"host": 3e6, "sm_90a": 60e6}
 """Values of one of the routed weights, at most."""
-CASE_LIMIT_S = 180.0
-"""A case that takes longer has hung where no timeout looks: the process ends."""
 MAX_FAILURES_IN_A_ROW = 10
 """After so many nothing on this device is right any more, and the run ends."""
 
@@ -280,48 +279,17 @@ def run_cases(
     target: Target = "host" if device == "cpu" else "sm_90a"
     num_failed_in_a_row = 0
     number = first
-    with _Watchdog(device) as watchdog:
-        while (num_cases is None or number < first + num_cases) and num_failed_in_a_row < MAX_FAILURES_IN_A_ROW:
-            if deadline_s is not None and time.perf_counter() > deadline_s:
-                return
-            case = make_case(seed, number, target)
-            watchdog.begin(case)
+    while (num_cases is None or number < first + num_cases) and num_failed_in_a_row < MAX_FAILURES_IN_A_ROW:
+        if deadline_s is not None and time.perf_counter() > deadline_s:
+            return
+        case = make_case(seed, number, target)
+        with watch(f"case {number}\n{_in_words(case, device)}"):
             outcome = run_case(case, device)
-            watchdog.end()
-            num_failed_in_a_row = num_failed_in_a_row + 1 if outcome.failures else 0
-            number += 1
-            yield outcome
-
-
-class _Watchdog:
-    """Ends the process, with the case in words, when a case lasts longer than CASE_LIMIT_S."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.is_over = threading.Event()
-        self.running: tuple[Case, float] | None = None
-
-    def begin(self, case: Case) -> None:
-        self.running = case, time.monotonic()
-
-    def end(self) -> None:
-        self.running = None
-
-    def __enter__(self) -> _Watchdog:
-        threading.Thread(target=self._watch, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.is_over.set()
-
-    def _watch(self) -> None:
-        while not self.is_over.wait(1.0):
-            running = self.running
-            if running is not None and time.monotonic() - running[1] > CASE_LIMIT_S:
-                case = running[0]
-                text = f"case {case.number} has not ended after {CASE_LIMIT_S:g} s\n{_in_words(case, self.device)}"
-                print(text, file=sys.stderr, flush=True)
-                os._exit(1)
+        num_failed_in_a_row = num_failed_in_a_row + 1 if outcome.failures else 0
+        number += 1
+        if device != "cpu" and number % 50 == 0:
+            gc.collect()  # what an exception or a graph still holds is memory of the GPU
+        yield outcome
 
 
 def _in_words(case: Case, device: str) -> str:
@@ -343,6 +311,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
+    if args.device != "cpu" and args.case is None:
+        compile_kernels([*all_kernels(), *all_kernels(is_traced=True)])
     start_s = time.perf_counter()
     if args.case is not None:
         first, num_cases, deadline_s = args.case, 1, None
