@@ -1,6 +1,6 @@
 """Bars of the options' combinations on one Hopper GPU: a covering array of triples, and random runs by three plans.
 
-    python benchmarks/bars.py hopper_cover --seconds 500
+python benchmarks/bars.py hopper_cover --seconds 500
 """
 
 from __future__ import annotations

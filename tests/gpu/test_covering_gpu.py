@@ -19,7 +19,7 @@ from mok_modular.testing.covering import covering_array, missing, run_array, unp
 from mok_modular.testing.kernels import all_kernels, compile_kernels
 
 DEVICE = "cuda:0"
-NUM_COMM_SMS = (1, 2, 5, 17, 33)
+NUM_COMM_SMS = (1, 2, 5, 17, 33, 1000)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,12 +57,17 @@ def run(workload: Workload, group: LocalGroup, **options: Any) -> Tensor:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("num_tokens", "sizes"),
-    [([464], {"H": 128, "I": 192, "E": 3, "K": 1, "S": 0}), ([0, 0], {"H": 320, "I": 320, "E": 10, "K": 8, "S": 0})],
-    ids=["rows", "no tokens"],
+    [
+        ([464], {"H": 128, "I": 192, "E": 3, "K": 1, "S": 0}),
+        ([0, 0], {"H": 320, "I": 320, "E": 10, "K": 8, "S": 0}),
+        ([672, 658, 134, 545, 655], {"H": 512, "I": 768, "E": 25, "K": 3, "S": 128}),
+    ],
+    ids=["rows", "no tokens", "five ranks"],
 )
 @pytest.mark.parametrize("plan", [str(plan) for plan in all_plans()])
 def test_communicating_sms_in_every_plan(plan: str, num_tokens: Sequence[int], sizes: dict[str, int]) -> None:
-    """A role is drawn once a launch: with a counter per call, the second kernel of a plan had no communicating CTA."""
+    """A role is drawn once a launch: with a counter per call, the second kernel of a plan had no communicating CTA. Copies
+    leave SMs to products: with a CTA on every SM, no product could start, and the copies waited for it."""
     cpu = make_workload(num_tokens, routing=spread_over(sizes["E"], sizes["K"]), **sizes)
     workload, group = cpu.to(DEVICE), LocalGroup(len(num_tokens), device=DEVICE)
     base = run(workload, group, mode="split")
