@@ -17,12 +17,13 @@ def is_shared(num_sms: int, num_comm_sms: int | None) -> bool:
 
 
 def num_ctas(num_sms: int, num_comm_sms: int, ctas_per_sm: int, share: Share) -> int:
-    """CTAs of a kernel that has room for `ctas_per_sm` on each of `num_sms` SMs (those that are not reserved, at least 1).
+    """CTAs of a kernel with room for `ctas_per_sm` on each of `num_sms` SMs (those that are not reserved, at least 1).
 
-    A communication kernel waits for signals of product kernels that were launched before it, but may be resident before
-    they are. The hardware spreads its CTAs over as many SMs as there are CTAs, and a product CTA needs the shared memory of
-    a whole SM. So a communication kernel gets at most half as many CTAs as there are SMs: with one on every SM, no product
-    CTA could ever start. At least two SMs are left, since kernels whose CTAs have roles need one CTA of each.
+    A communication kernel waits for signals of product kernels that were launched before it, but may be resident
+    before they are. The hardware spreads its CTAs over as many SMs as there are CTAs, and a product CTA needs the
+    shared memory of a whole SM. So a communication kernel gets at most half as many CTAs as there are SMs: with one on
+    every SM, no product CTA could ever start. At least two SMs are left, since kernels whose CTAs have roles need one
+    CTA of each.
     """
     if share == "all":
         return num_sms * ctas_per_sm
