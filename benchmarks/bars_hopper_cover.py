@@ -5,7 +5,6 @@ python benchmarks/bars.py hopper_cover --seconds 500
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import time
