@@ -7,7 +7,6 @@ two slots, so that every rank goes through several generations.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from mok_modular import LocalGroup, MoEShape, MoKConfig
 from mok_modular.cli import parse_shape
+from mok_modular.extension import extension
 from mok_modular.plan import all_plans
 from mok_modular.routing import load_routing
 from mok_modular.testing import MAX_RATIO, ForwardResult, Workload, check_forward, run_forward, run_forward_plans
@@ -139,13 +139,12 @@ def error_ratio(
 
 def gemm_gflops(num_rows: int, num_cols: int, k: int, num_rounds: int = 40) -> float:
     """The host target's multiply of one row block: median over rounds after a warm-up."""
-    host = importlib.import_module("mok_modular._host")
     a, b = torch.randn(num_rows, k).bfloat16(), torch.randn(num_cols, k).bfloat16()
     out = torch.empty(num_rows, num_cols, dtype=torch.bfloat16)
     seconds = []
     for _ in range(num_rounds + 1):
         start_s = time.perf_counter()
-        host.gemm(a.data_ptr(), b.data_ptr(), out.data_ptr(), num_rows, num_cols, k)
+        extension().gemm(a.data_ptr(), b.data_ptr(), out.data_ptr(), num_rows, num_cols, k)
         seconds.append(time.perf_counter() - start_s)
     truth = a.double() @ b.double().T
     if not float((out.double() - truth).norm() / truth.norm()) < 0.01:  # a fast wrong answer is no answer

@@ -17,6 +17,7 @@ from typing import Any
 import mok_modular
 from mok_modular.build import BuildError, host_build_info
 from mok_modular.config import PRESETS, MoEShape, MoKConfig
+from mok_modular.extension import source_dir, source_hash
 
 MIN_PYTHON = (3, 11)
 MIN_TORCH = (2, 10)
@@ -165,11 +166,17 @@ def _check_extension(report: Report) -> None:
     try:
         info = host_build_info()
     except BuildError as error:
-        reason, _, mend = str(error).partition("; ")
-        report.broken(reason, mend)
+        report.broken(error.reason, error.mend)
         return
-    report.facts["host target"] = f"{info.compiler}, build {info.build_hash}"
+    report.facts["host target"] = f"{info.compiler}, build {info.build_hash} ({info.path})"
     report.facts["host flags"] = info.flags
+    sources = source_dir()
+    if source_hash(sources) != info.build_hash:
+        report.warn(
+            f"the extension was compiled from other sources (hash {info.build_hash}) than {sources} holds now "
+            f"({source_hash(sources)})",
+            "compile it again; what runs is the old code until then",
+        )
 
 
 def _check_compiler(report: Report) -> None:

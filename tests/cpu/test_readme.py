@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from mok_modular import _host, cli
+from mok_modular import cli
+from mok_modular.extension import extension
 from mok_modular.plan import SHARED_STAGES, STAGES
 from mok_modular.swap import STAGES_OF
 from mok_modular.targets.host import TASK_ORDER, WRITERS
@@ -137,7 +138,7 @@ def test_files_and_names_of_a_step_exist(step: str) -> None:
 
 def test_edge_table_is_that_of_the_code() -> None:
     rows = table(section(PROTOCOL.read_text(), "Edges"))
-    assert [words(row[0])[0] for row in rows] == _host.edge_names()
+    assert [words(row[0])[0] for row in rows] == extension().edge_names()
     across = [row[4] for row in rows]
     num_across = across.index("no")
     assert across == ["yes"] * num_across + ["no"] * (len(rows) - num_across)
