@@ -24,7 +24,7 @@ from mok_modular.routing import load_routing
 from mok_modular.testing import MAX_RATIO, ForwardResult, Workload, check_forward, run_forward, run_forward_plans
 
 BASE = MoKConfig(minibatch_size=256, macrobatch_size=512)
-NUM_ORDERS = 200
+NUM_ORDERS, NUM_QUICK_ORDERS = 200, 32
 
 # H, I, E, K, S, ranks, largest T: sizes that are not powers of two, one and many experts a rank, K = 1.
 ERROR_SHAPES = (
@@ -36,7 +36,7 @@ ERROR_SHAPES = (
 )
 
 
-def bars() -> Iterator[Bar]:
+def bars(quick: bool) -> Iterator[Bar]:
     torch.set_num_threads(1)
     workload = captured_workload()
     base = torch.cat(run(workload, BASE).outputs)
@@ -48,10 +48,11 @@ def bars() -> Iterator[Bar]:
         return Bar(f"same bits: {name}", num_differing(results), "at most", 0, "differing runs")
 
     plans = [str(plan) for plan in all_plans()]
+    num_orders = NUM_QUICK_ORDERS if quick else NUM_ORDERS
     yield bits("16 plans", (run(workload, config(mode=mode)) for mode in plans))
     yield bits(
-        f"{NUM_ORDERS} random orders, over all plans",
-        (run(workload, config(mode=plans[seed % len(plans)]), order="random", seed=seed) for seed in range(NUM_ORDERS)),
+        f"{num_orders} random orders, over all plans",
+        (run(workload, config(mode=plans[seed % len(plans)]), order="random", seed=seed) for seed in range(num_orders)),
     )
     yield bits(
         "minibatch sizes",
@@ -76,6 +77,8 @@ def bars() -> Iterator[Bar]:
     yield bits("R = 1, 2, 4", (run(on_ranks(workload, num_ranks), BASE) for num_ranks in (1, 2, 4)))
     worst = float(torch.tensor([error_ratio(*sizes) for sizes in ERROR_SHAPES]).max())  # of NaN and others: NaN
     yield Bar(f"error against float64 over torch's, worst of {len(ERROR_SHAPES)} shapes", worst, "at most", MAX_RATIO)
+    if quick:
+        return
     yield Bar("grouped GEMM on one core, 128 x 1024 x 1024", gemm_gflops(128, 1024, 1024), "at least", 10, "GFLOP/s")
     seconds, gflops = forward_speed(MoEShape("speed", 1024, 512, num_experts=16, topk=4), num_ranks=4, num_tokens=512)
     yield Bar("gate_up and down inside the layer, one core", gflops, "at least", 10, "GFLOP/s")
