@@ -418,6 +418,7 @@ def test_build(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["build_hash"] in out
 
 
+@pytest.mark.slow
 def test_build_for_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="compiling for a GPU needs cuda-bindings and nvidia-cuda-nvrtc")
     monkeypatch.setenv("MOK_CACHE_DIR", str(tmp_path))

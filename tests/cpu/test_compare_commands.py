@@ -174,6 +174,7 @@ def test_random_routing(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["shape"]["num_experts"] == 4
 
 
+@pytest.mark.slow
 def test_sweep_over_tokens_and_its_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     argv = ["sweep", "--over", "plan=fused,split", "--tokens", "8,24", "--png", str(tmp_path / "sweep.png"), *SMALL]
@@ -327,6 +328,7 @@ def test_sweep_on_a_gpu(pretended_gpu: list[str], capsys: pytest.CaptureFixture[
     assert "medians of 1 rounds of one interleaved run" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", ["16", "16,24"])
 def test_picture_of_a_sweep_on_a_gpu(
     pretended_gpu: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, tokens: str

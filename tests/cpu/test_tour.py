@@ -37,7 +37,10 @@ def test_the_tour_has_commands() -> None:
     assert len(commands()) >= 10
 
 
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(line, marks=[pytest.mark.slow] if "--timeline" in line else []) for line in commands()],
+)
 def test_command(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a shell, as it stands there."""
     if "--timeline" in command:
