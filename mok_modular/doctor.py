@@ -170,7 +170,11 @@ def _check_extension(report: Report) -> None:
         return
     report.facts["host target"] = f"{info.compiler}, build {info.build_hash} ({info.path})"
     report.facts["host flags"] = info.flags
-    sources = source_dir()
+    try:
+        sources = source_dir()
+    except FileNotFoundError as error:
+        report.warn(f"{error}: no kernels can be compiled for a GPU", "install the package again")
+        return
     if source_hash(sources) != info.build_hash:
         report.warn(
             f"the extension was compiled from other sources (hash {info.build_hash}) than {sources} holds now "

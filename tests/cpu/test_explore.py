@@ -186,4 +186,4 @@ def test_command_tells_a_story(capsys: pytest.CaptureFixture[str]) -> None:
     assert "So rank 1, call 1, dispatch[0] reads x of rank 0" in out
     with pytest.raises(SystemExit, match="2"):
         cli.main(["explore", "--fault", "nothing"])
-    assert "--fault must be one of one_id_region" in capsys.readouterr().err
+    assert "--fault must be list or one of one_id_region" in capsys.readouterr().err
