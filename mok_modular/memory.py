@@ -55,8 +55,8 @@ def estimate(
     """The memory of a layer on `num_ranks` ranks with up to `num_tokens` tokens each.
 
     has_backward: a workspace has room for a backward from the first one on; without gradients there is neither that
-    nor a context. Raises ValueError for E not divisible by the number of ranks and for 2^31 rows or more; ImportError where
-    the extension does not load.
+    nor a context. Raises ValueError for E not divisible by the number of ranks and for 2^31 rows or more; ImportError
+    where the extension does not load.
     """
     if num_ranks < 1 or shape.num_experts % num_ranks:
         raise ValueError(
