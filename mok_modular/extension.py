@@ -68,8 +68,8 @@ def hash_files(root: Path, paths: Iterable[Path]) -> str:
 def _load(package: Path) -> Any:
     """The extension of `package`, its own or the installed one."""
     tree = package.parent if (package.parent / "CMakeLists.txt").is_file() else None
-    mend = f"install it with a C++20 compiler on PATH: {_install(tree)}"
-    spec = _find(package, is_tree=tree is not None)
+    spec, is_editable = _find(package, is_tree=tree is not None)
+    mend = f"install it with a C++20 compiler on PATH: {_install(tree, is_editable)}"
     if spec is None or spec.loader is None or spec.origin is None:
         if tree is None:
             raise ExtensionError(f"{package} has no compiled extension for this Python, {sys.executable}", mend)
@@ -78,15 +78,16 @@ def _load(package: Path) -> Any:
             f"{sys.executable}",
             mend,
         )
+    is_own = Path(spec.origin).parent.resolve() == package
     try:
         module: Any = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         compiled_hash = module.build_info()["hash"]
     except (ImportError, AttributeError) as error:
-        if tree is not None and Path(spec.origin).parent == package:
+        if is_own and tree is not None:
             mend = f"build it in place again, or delete it and {mend}"
         raise ExtensionError(f"{spec.origin} does not load ({error})", mend) from error
-    if Path(spec.origin).parent != package and compiled_hash != (own_hash := source_hash(source_dir(package))):
+    if not is_own and compiled_hash != (own_hash := source_hash(source_dir(package))):
         raise ExtensionError(
             f"{package} is a source tree without a compiled extension, and the installed one, {spec.origin}, was "
             f"compiled from other sources (hash {compiled_hash}; {source_dir(package)} has {own_hash})",
@@ -95,16 +96,20 @@ def _load(package: Path) -> Any:
     return module
 
 
-def _find(package: Path, *, is_tree: bool) -> ModuleSpec | None:
-    """In `package` or where an editable install has it; for a source tree, then in the installed packages."""
+def _find(package: Path, *, is_tree: bool) -> tuple[ModuleSpec | None, bool]:
+    """In `package` or where an editable install has it; for a source tree, then in the installed packages. Also whether
+    it is an editable install."""
     if NAME in sys.modules:  # None: it must not be imported
-        return None
+        return None, False
     found = importlib.util.find_spec(NAME)
-    if found is None and is_tree:
+    if found is not None:
+        return found, found.origin is not None and Path(found.origin).parent.resolve() != package
+    if is_tree:
         found = PathFinder.find_spec(NAME, [str(Path(folder) / package.name) for folder in sys.path])
-    return found
+    return found, False
 
 
-def _install(tree: Path | None) -> str:
+def _install(tree: Path | None, is_editable: bool) -> str:
     """The command that compiles and installs the extension; for a package of unknown origin, to be run in a clone."""
-    return f"{shlex.quote(sys.executable)} -m pip install --force-reinstall --no-deps {shlex.quote(str(tree or '.'))}"
+    words = [sys.executable, "-m", "pip", "install", "--force-reinstall", "--no-deps"]
+    return shlex.join([*words, *(["-e"] if is_editable else []), str(tree or ".")])

@@ -47,10 +47,10 @@ def make_tree(folder: Path) -> Path:
     return folder
 
 
-def probe(*search_path: Path) -> str:
+def probe(*search_path: Path, before: str = "") -> str:
     """The extension's path, or the error, in a process that has no other packages than those of `search_path`."""
     done = subprocess.run(
-        [sys.executable, "-S", "-c", PROBE],
+        [sys.executable, "-S", "-c", before + PROBE],
         cwd=search_path[0],
         env={"PYTHONPATH": ":".join(map(str, search_path))},
         capture_output=True,
@@ -127,3 +127,25 @@ def test_an_extension_that_does_not_load_is_named(tree: Path, site: Path, compil
     error = probe(tree, site)
     assert f"{path} does not load" in error
     assert ("delete it" in error) == (where == "tree")
+
+
+EDITABLE = """
+import sys
+from importlib.machinery import PathFinder
+
+class Finder:  # as an editable install leaves one: Python files in the tree, the extension among the installed packages
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return PathFinder.find_spec(name, [{site!r}]) if name == "mok_modular._host" else None
+
+sys.meta_path.insert(0, Finder)
+"""
+
+
+def test_an_editable_install(tree: Path, site: Path) -> None:
+    finder = EDITABLE.format(site=str(site / "mok_modular"))
+    assert probe(tree, before=finder).startswith(str(site / "mok_modular"))
+    (tree / "csrc" / "new.h").touch()
+    error = probe(tree, before=finder)
+    assert "compiled from other sources" in error
+    assert error.endswith(f"-m pip install --force-reinstall --no-deps -e '{tree}'")
