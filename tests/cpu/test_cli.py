@@ -614,6 +614,16 @@ def test_build_for_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     assert all(Path(k["path"]).parent == tmp_path for k in kernels)
 
 
+@pytest.mark.slow
+def test_build_into_a_file(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="compiling for a GPU needs cuda-bindings and nvidia-cuda-nvrtc")
+    monkeypatch.setenv("MOK_CACHE_DIR", __file__)
+    with pytest.raises(SystemExit) as caught:
+        main(["build", "--target", "sm_90a"])
+    assert caught.value.code == 2
+    assert "test_cli.py" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_build_for_a_gpu_without_nvrtc(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("cuda", "cuda.bindings", "cuda.bindings.nvrtc"):
         monkeypatch.setitem(sys.modules, module, None)
@@ -645,6 +655,14 @@ def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     assert problem["broken"] is False
     assert main(["doctor"]) == 0
     assert "warning: CUDA_DEVICE_MAX_CONNECTIONS=1" in capsys.readouterr().out
+
+
+def test_doctor_sees_an_edited_source(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mok_modular.doctor, "source_hash", lambda _: "of another one")
+    report = run_json(capsys, ["doctor"])
+    (problem,) = [p for p in report["problems"] if "compiled from other sources" in p["what"]]
+    assert "of another one" in problem["what"]
+    assert problem["broken"] is False
 
 
 def test_doctor_of_a_broken_installation(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
