@@ -37,7 +37,7 @@ from pathlib import Path
 from bar import Bar
 from machine import RESULTS, covered_files, state_of_record, write_results
 
-from mok_modular.errors import format_table
+from mok_modular.protocol.errors import format_table
 
 HERE = Path(__file__).parent
 GROUPS = sorted(path.stem.removeprefix("bars_") for path in HERE.glob("bars_*.py"))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import mok_modular
-from mok_modular.extension import SOURCE_SUFFIXES, hash_files
+from mok_modular.protocol.extension import SOURCE_SUFFIXES, hash_files
 from mok_modular.testing.timing import query_gpu
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -272,6 +272,19 @@ MOK_DEVICE int32 num_carry_tiles(const Shape& s) {
   return s.has_backward && !s.is_ring_complete() ? num_wgrad_tiles(s.hidden_size, s.intermediate_size) : 0;
 }
 
+// The counters of Edge::tickets that every launch has: one for each order that its workers draw from.
+enum class Tickets : int32 {
+  tasks,          // tasks of any role, or of compute workers
+  communication,  // tasks of communication workers
+  publish,        // GPU: publish, where it precedes the other communication of a kernel
+  pull_combine,   // GPU: a pulled combine, where it follows the other communication of a kernel
+  roles,          // GPU: CTAs by arrival, to tell which of them only communicate
+  kCount,
+};
+MOK_DEVICE int64 ticket_index(int32 launch_idx, Tickets tickets) {
+  return int64{launch_idx} * static_cast<int32>(Tickets::kCount) + static_cast<int32>(tickets);
+}
+
 // How many counters an edge has in one bank (for edges inside a rank).
 MOK_DEVICE int64 num_counters(Edge edge, const Shape& s) {
   switch (edge) {
@@ -299,7 +312,7 @@ MOK_DEVICE int64 num_counters(Edge edge, const Shape& s) {
     case Edge::pushed:
       return s.is_push_dispatch ? int64{s.num_ranks} * s.capacity_blocks() : 0;
     case Edge::tickets:
-      return 2 * int64{s.max_launches()};
+      return ticket_index(s.max_launches(), Tickets::tasks);
     case Edge::exited:
       return s.max_launches();
     case Edge::schedule_tickets:

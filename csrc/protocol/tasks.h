@@ -37,7 +37,10 @@ template <bool kMayTakeTurns>
 class TaskSequence {
  public:
   MOK_DEVICE TaskSequence(const Args& args, const Launch& launch, Role role)
-      : args_(args), launch_(launch), role_(role) {
+      : TaskSequence(args, launch, role, role == Role::communication ? Tickets::communication : Tickets::tasks) {}
+  // With tickets of its own, for a kernel that goes through a part of its communication apart.
+  MOK_DEVICE TaskSequence(const Args& args, const Launch& launch, Role role, Tickets tickets)
+      : args_(args), launch_(launch), role_(role), tickets_(tickets) {
     const Call& call = args.call;
     phase_ = launch.group == 0 ? kSingle : launch.has_prologue ? kPrologue : kGenerations;
     // Push dispatch and pull combine work for this rank as a source: they have tasks even where it owns no row. So have
@@ -52,8 +55,8 @@ class TaskSequence {
   // Draws the next task; false: there is none, or the call was aborted.
   template <class Worker>
   MOK_DEVICE bool next(Worker& worker, Task* task) {
-    const int64 slot = 2 * int64{launch_.launch_idx} + (role_ == Role::communication ? 1 : 0);
-    const int64 ticket = static_cast<int64>(worker.draw(args_.counter(Edge::tickets, slot)));
+    const int64 counter = ticket_index(launch_.launch_idx, tickets_);
+    const int64 ticket = static_cast<int64>(worker.draw(args_.counter(Edge::tickets, counter)));
     if (is_aborted(args_)) return false;  // after the draw: both loads are then under way together
     while (ticket >= chunk_begin_ + num_tasks_) {
       chunk_begin_ += num_tasks_;
@@ -372,6 +375,7 @@ class TaskSequence {
   const Args& args_;
   const Launch& launch_;
   Role role_;
+  Tickets tickets_;
   Phase phase_;
   int32 num_generations_, generation_, end_generation_;
   int32 step_ = 0, stage_idx_ = 0;

@@ -20,16 +20,16 @@ from typing import Any
 import pytest
 import torch
 
-import mok_modular.doctor
+import mok_modular.cli.doctor
 import mok_modular.testing
-from mok_modular import cli, cli_ab, cli_look, cli_sweep
-from mok_modular.build import BuildError
-from mok_modular.cli import main, parse_shape
+from mok_modular.cli import ab, commands, look, main, sweep
+from mok_modular.cli.common import parse_shape
+from mok_modular.cli.explore import PLANTED
 from mok_modular.config import PRESETS, MoEShape, MoKConfig
-from mok_modular.errors import MoKDeadlockError
-from mok_modular.explore import PLANTED
-from mok_modular.plan import Plan
+from mok_modular.protocol.errors import MoKDeadlockError
+from mok_modular.protocol.plan import Plan
 from mok_modular.routing import Routing, load_routing, save_routing
+from mok_modular.targets.build import BuildError
 from mok_modular.testing import REPLAYED, ForwardResult, PassesResult, TensorCheck, Workload, check_forward
 
 ROOT = Path(__file__).parents[2]
@@ -174,8 +174,8 @@ def test_parse_shape() -> None:
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
     """The parser of every command."""
-    (commands,) = [a for a in cli._make_parser()._actions if isinstance(a, argparse._SubParsersAction)]
-    return dict(commands.choices)
+    (found,) = [a for a in commands._make_parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    return dict(found.choices)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,7 +199,7 @@ def test_help_has_sentences_and_examples_that_parse(name: str, capsys: pytest.Ca
     for line in lines:
         program, *argv = shlex.split(line)
         assert (program, argv[0]) == ("mok-modular", name)
-        cli._make_parser().parse_args(argv)
+        commands._make_parser().parse_args(argv)
     with pytest.raises(SystemExit):
         main([name, "--help"])
     assert capsys.readouterr().out.endswith("\n".join(["examples:", *lines]) + "\n")
@@ -233,7 +233,7 @@ def test_an_error_is_one_line(
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    module = {"run": cli, "ab": cli_ab, "sweep": cli_sweep}.get(name, cli_look)
+    module = {"run": commands, "ab": ab, "sweep": sweep}.get(name, look)
     monkeypatch.setattr(module, f"_{name}", fail)
     try:
         found: Any = main([name])
@@ -250,7 +250,7 @@ def test_an_error_of_the_program_is_not_hidden(monkeypatch: pytest.MonkeyPatch) 
     def fail(*_: Any) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(cli, "_run", fail)
+    monkeypatch.setattr(commands, "_run", fail)
     with pytest.raises(RuntimeError, match="a bug"):
         main(["run"])
 
@@ -658,7 +658,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
 
 
 def test_doctor_sees_an_edited_source(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mok_modular.doctor, "source_hash", lambda _: "of another one")
+    monkeypatch.setattr(mok_modular.cli.doctor, "source_hash", lambda _: "of another one")
     report = run_json(capsys, ["doctor"])
     (problem,) = [p for p in report["problems"] if "compiled from other sources" in p["what"]]
     assert "of another one" in problem["what"]
@@ -669,7 +669,7 @@ def test_doctor_of_a_broken_installation(capsys: pytest.CaptureFixture[str], mon
     def missing() -> None:
         raise BuildError("the host extension does not load (no such file)", "install it again")
 
-    monkeypatch.setattr(mok_modular.doctor, "host_build_info", missing)
+    monkeypatch.setattr(mok_modular.cli.doctor, "host_build_info", missing)
     report = run_json(capsys, ["doctor"], exit_code=1)
     assert report["ok"] is False
     assert "layer" not in report["facts"]
@@ -682,7 +682,7 @@ def test_doctor_of_a_broken_installation(capsys: pytest.CaptureFixture[str], mon
 
 
 def test_doctor_runs_where_the_extension_is_missing(tmp_path: Path) -> None:
-    package = Path(mok_modular.doctor.__file__).parent
+    package = Path(mok_modular.cli.doctor.__file__).parents[1]
     shutil.copytree(package, tmp_path / "mok_modular", ignore=shutil.ignore_patterns("*.so", "__pycache__", "csrc"))
     done = run_process(tmp_path, ["doctor"], exit_code=1)
     assert str(tmp_path / "mok_modular") in done.stdout
@@ -696,16 +696,16 @@ def test_doctor_judges_the_layer() -> None:
         raise RuntimeError("illegal instruction")
 
     for forward, words in ((broken, "RuntimeError: illegal instruction"), (lambda: False, "wrong output")):
-        report = mok_modular.doctor.Report()
-        mok_modular.doctor.check_layer_runs(report, forward)
+        report = mok_modular.cli.doctor.Report()
+        mok_modular.cli.doctor.check_layer_runs(report, forward)
         assert not report.is_ok
         assert words in report.problems[0].what
 
 
 def test_versions() -> None:
-    assert mok_modular.doctor.parse_version("2.13.0+cpu") == (2, 13)
-    assert mok_modular.doctor.parse_version("2.10.0a0+git12") == (2, 10)
-    assert mok_modular.doctor.parse_version("2.9.1") < mok_modular.doctor.MIN_TORCH
+    assert mok_modular.cli.doctor.parse_version("2.13.0+cpu") == (2, 13)
+    assert mok_modular.cli.doctor.parse_version("2.10.0a0+git12") == (2, 10)
+    assert mok_modular.cli.doctor.parse_version("2.9.1") < mok_modular.cli.doctor.MIN_TORCH
 
 
 def test_the_script_is_this_main() -> None:

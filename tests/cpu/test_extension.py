@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from mok_modular.extension import extension, hash_files, source_dir, source_hash
+from mok_modular.protocol.extension import extension, hash_files, source_dir, source_hash
 
 ROOT = Path(__file__).parents[2]
-PROBE = "from mok_modular.extension import *; print(extension().__file__)"
+PROBE = "from mok_modular.protocol.extension import *; print(extension().__file__)"
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +39,11 @@ def site(tmp_path: Path, compiled: Path) -> Path:
 
 def make_tree(folder: Path) -> Path:
     package = folder / "mok_modular"
-    package.mkdir(parents=True)
+    (package / "protocol").mkdir(parents=True)
     (package / "__init__.py").touch()
+    (package / "protocol" / "__init__.py").touch()
     (folder / "CMakeLists.txt").touch()
-    shutil.copy(ROOT / "mok_modular" / "extension.py", package)
+    shutil.copy(ROOT / "mok_modular" / "protocol" / "extension.py", package / "protocol")
     shutil.copytree(ROOT / "csrc", folder / "csrc")
     return folder
 

@@ -190,8 +190,8 @@ MOK_DEVICE bool communicate_tile(const Args& args, CommWorker& worker, const Tas
 
 // All communication tasks of a launch on one rank. `kGroup` 0: those of publish alone. Helpers stay for the first of the others.
 template <Group kGroup>
-MOK_DEVICE void run_communication(const Args& args, const Launch& launch, CommWorker& worker) {
-  Tasks tasks(args, launch, Role::communication);
+MOK_DEVICE void run_communication(const Args& args, const Launch& launch, Tickets tickets, CommWorker& worker) {
+  Tasks tasks(args, launch, Role::communication, tickets);
   worker.begin_call(args);
   // A task that waits for products must not keep consumers from them.
   if (kGroup != 0 && num_generations(args.call) > 1) worker.dismiss_helpers();

@@ -84,8 +84,8 @@ class Roles {
   MOK_DEVICE bool draw_role() const {
     if (num_comm_ctas() == 0) return false;
     const Args args(set_.calls[0]);
-    const int64 slot = 2 * int64{args.call.shape.max_launches() - 1};
-    const int32 arrival = static_cast<int32>(atomicAdd(args.counter(Edge::tickets, slot), Word{1}));
+    const int64 counter = ticket_index(launch_.launch_idx, Tickets::roles);
+    const int32 arrival = static_cast<int32>(atomicAdd(args.counter(Edge::tickets, counter), Word{1}));
     return arrival % 2 == 0 && arrival / 2 < num_comm_ctas();
   }
   // Who leaves the kernel: publishers, and every warp that communicates.
@@ -113,8 +113,8 @@ class Roles {
       if (has_helpers()) worker.call_helpers(shared_.help());
       for_each_call([&](int32, const Args& args) {
         Launch launch;
-        launch.launch_idx = args.call.shape.max_launches() - 1;  // tickets of its own
-        run_communication<0>(args, launch, worker);
+        launch.launch_idx = launch_.launch_idx;
+        run_communication<0>(args, launch, Tickets::publish, worker);
       });
     }
     // A pull waits for what other ranks' products leave, and those for their dispatch: that of all ranks comes first.
@@ -125,9 +125,9 @@ class Roles {
       Launch launch = launch_;
       launch.has_prologue = false;
       if (num_passes == 2) launch.group = pass == 0 ? kGroup & ~group_bit(Stage::combine) : group_bit(Stage::combine);
-      if (pass == 1) launch.launch_idx = shape.max_launches() - 2;  // likewise
+      const Tickets tickets = pass == 0 ? Tickets::communication : Tickets::pull_combine;
       for_each_call([&](int32, const Args& args) {
-        run_communication<kGroup>(args, launch, worker);  // dismisses the helpers
+        run_communication<kGroup>(args, launch, tickets, worker);  // dismisses the helpers
         if (pass + 1 == num_passes && worker.is_leader()) leave_last_group(args, launch_, worker);
       });
     }
