@@ -15,7 +15,7 @@ SEED = 7
 NUM_UNLIKE_RUNS = 200
 
 
-def bars(quick: bool = False, seconds: float | None = None) -> Iterator[Bar]:
+def bars(quick: bool, seconds: float | None = None) -> Iterator[Bar]:
     """seconds: of the random runs."""
     torch.set_num_threads(1)
     yield from covering_bars(quick)
