@@ -4,5 +4,5 @@
 #if defined(MOK_TARGET_HOST)
 #include "targets/host/driver.h"
 #elif defined(MOK_TARGET_SM90)
-#include "targets/sm90/roles.h"
+#include "targets/cuda/gemm/roles.h"
 #endif

@@ -21,7 +21,7 @@ SM_WARPS, CTA_WARPS, LINK_WARPS = 24, 8, 2
 hidden by other tasks: there more and smaller CTAs are faster; where all rows are local, slower (docs/hopper.md)."""
 GEMM_THREADS = 384
 GEMM_SMEM_BYTES = 231424
-"""Dynamic shared memory of a GEMM CTA: at least sizeof(Shared) of csrc/targets/sm90/shared.h."""
+"""Dynamic shared memory of a GEMM CTA: at least sizeof(Shared) of csrc/targets/cuda/gemm/shared.h."""
 
 TRACE_DEFINE = "MOK_TRACE=1"
 

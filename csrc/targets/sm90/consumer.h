@@ -15,11 +15,13 @@
 // left out: 2-CTA clusters with multicast, L2 hints, a lag between the groups (docs/experiments/sm90-deferred-stores.md).
 #pragma once
 
-#include "targets/sm90/shared.h"
-#include "targets/sm90/stage_set.h"
+#include "targets/cuda/gemm/shared.h"
+#include "targets/cuda/gemm/stage_set.h"
 #include "targets/sm90/wgmma.h"
 
 namespace mok::sm90 {
+
+using namespace cuda::gemm;
 
 // The 256 threads of both groups, for element stages.
 struct ElementWorker {
@@ -102,7 +104,8 @@ class Consumer {
   static constexpr int32 kGateUpSteps = Stages::kHasGateUp ? kStepsOf<GateUp> : 0;
   static constexpr int32 kDownSteps = Stages::kHasDown ? kStepsOf<Down> : 0;
   static constexpr int32 kSteps = kGateUpSteps > kDownSteps ? kGateUpSteps : kDownSteps;
-  static constexpr uint32 kTurn = 1;  // named barriers 1 and 2: whose turn it is to issue products (3: communicator.h)
+  static constexpr uint32 kTurn =
+      1;  // named barriers 1 and 2: whose turn it is to issue products (3: cuda/gemm/communicator.h)
 
   MOK_DEVICE void take_turn() const { named_sync(kTurn + group_, 256); }
   MOK_DEVICE void give_turn() const { named_arrive(kTurn + (group_ ^ 1), 256); }
@@ -175,7 +178,7 @@ class Consumer {
   MOK_DEVICE void finish(bool is_padding) {
     wgmma_wait<0>();
     wgmma_fence_accumulators(acc_);
-    if (!is_padding) release((stage_.slot + kNumStages - 1) % kNumStages);
+    if (!is_padding) release((stage_.slot + kNumOperandSlots - 1) % kNumOperandSlots);
     MOK_UNROLL
     for (int32 i = 0; i < 64; ++i) words_[i] = pack(to_bf16(acc_[2 * i]), to_bf16(acc_[2 * i + 1]));
   }
@@ -312,7 +315,7 @@ class Consumer {
   const uint32 group_, warp_;
   const bool is_first_lane_;
   Position<kTaskSlots> slot_;
-  Position<kNumStages> stage_;
+  Position<kNumOperandSlots> stage_;
   uint32 tile_slot_ = 0;
   float acc_[128];
   // The tile before: rounded words (word 2 * (column / 8) + h, gate in the first half, up in the second), not stored yet.

@@ -1,7 +1,7 @@
 // wgmma for BF16 operands in shared memory, K contiguous, 128-byte swizzle.
 #pragma once
 
-#include "targets/sm90/ptx.h"
+#include "targets/cuda/gemm/ptx.h"
 
 namespace mok::sm90 {
 

@@ -2,16 +2,16 @@
 #pragma once
 
 #include "stages/grouped_gemm.h"
-#include "targets/sm90/ptx.h"
-#include "targets/sm90/timeline.h"
+#include "targets/cuda/gemm/ptx.h"
+#include "targets/cuda/gemm/timeline.h"
 
-namespace mok::sm90 {
+namespace mok::cuda::gemm {
 
 constexpr int kThreads = 384;
 constexpr int kProducerRegisters = 72, kConsumerRegisters = 216;
 constexpr int kBlockK = 64;  // one 128-byte row of a swizzled operand
 constexpr int kTileRows = 128, kAccumulatorCols = MOK_TILE_COLS;
-constexpr int kNumStages = 4;  // 48 KB each
+constexpr int kNumOperandSlots = 4;  // 48 KB each
 constexpr int kTaskSlots = 1;  // tasks drawn ahead, beyond the one that the scheduler holds
 constexpr int kTileSlots = 4;  // roles are never more than kTaskSlots + 1 tiles apart
 
@@ -50,12 +50,12 @@ struct Help {
 };
 
 struct alignas(1024) Shared {
-  unsigned char a[kNumStages][kABytes];
-  unsigned char b[kNumStages][kBBytes];
+  unsigned char a[kNumOperandSlots][kABytes];
+  unsigned char b[kNumOperandSlots][kBBytes];
   alignas(16) unsigned char staging[8][kStagingBytes];
   bf16* rows[8][16];  // where the rows of a consumer warp go, in the plane at hand
   Message messages[kTaskSlots];
-  uint64 full[kNumStages], empty[kNumStages];
+  uint64 full[kNumOperandSlots], empty[kNumOperandSlots];
   uint64 message_full[kTaskSlots], message_empty[kTaskSlots];
   uint64 stored[kTileSlots];
   int32 is_comm_cta;
@@ -88,4 +88,4 @@ MOK_DEVICE MessageState read_message(Shared& shared, Position<kTaskSlots>& slot,
   return static_cast<MessageState>(message.state);
 }
 
-}  // namespace mok::sm90
+}  // namespace mok::cuda::gemm

@@ -9,10 +9,10 @@
 #include "stages/combine.h"
 #include "stages/dispatch.h"
 #include "stages/publish.h"
+#include "targets/cuda/gemm/shared.h"
 #include "targets/cuda/worker.h"
-#include "targets/sm90/shared.h"
 
-namespace mok::sm90 {
+namespace mok::cuda::gemm {
 
 constexpr uint32 kHelpBarrier = 3, kHelpThreads = 256 + 32;  // the named barrier of consumers and communicator
 
@@ -217,4 +217,4 @@ MOK_DEVICE void run_communication(const Args& args, const Launch& launch, Ticket
   if (kGroup != 0) worker.dismiss_helpers();
 }
 
-}  // namespace mok::sm90
+}  // namespace mok::cuda::gemm

@@ -8,11 +8,11 @@
 #pragma once
 
 #include "protocol/leave.h"
+#include "targets/cuda/gemm/communicator.h"
 #include "targets/cuda/worker.h"
-#include "targets/sm90/communicator.h"
 #include "targets/sm90/consumer.h"
 
-namespace mok::sm90 {
+namespace mok::cuda::gemm {
 
 // A single thread that waits and publishes; the Worker of Tasks and Signals here.
 class RoleWorker {
@@ -66,7 +66,7 @@ class Roles {
     } else if (!kHasComm || !shared_.is_comm_cta) {
       raise_registers<kConsumerRegisters>();
       if (has_helpers()) help_communicator(shared_.help());
-      Consumer<Stages> consumer(shared_, group - 1);
+      sm90::Consumer<Stages> consumer(shared_, group - 1);
       for_each_call([&](int32, const Args& args) { consumer.run(args); });
     }
   }
@@ -134,7 +134,7 @@ class Roles {
   }
 
   MOK_DEVICE void init_barriers() {
-    for (int i = 0; i < kNumStages; ++i) {
+    for (int i = 0; i < kNumOperandSlots; ++i) {
       mbarrier_init(address(&shared_.full[i]), 1);
       mbarrier_init(address(&shared_.empty[i]), 8);  // consumer warps
     }
@@ -212,7 +212,7 @@ class Roles {
   // ---- producer: keeps the operand ring full, across tiles ----
   MOK_DEVICE void produce() {
     Position<kTaskSlots> slot;
-    Position<kNumStages> stage;
+    Position<kNumOperandSlots> stage;
     MOK_TRACED(cuda::Track& track = shared_.timeline.open(launch_, TraceRole::producer);)
     for_each_call([&](int32 index, const Args& args) {
       MOK_TRACED(track.begin_call(args);)
@@ -229,7 +229,7 @@ class Roles {
   }
   template <class S>
   MOK_DEVICE void load(int32 index, const Call& call, const Task& task, const GemmTile& tile,
-                       Position<kNumStages>& stage) {
+                       Position<kNumOperandSlots>& stage) {
     const Operands operands = S::operands(call, task, tile);
     const TensorMap* a_map = &maps_.maps[index][static_cast<int>(operands.a)];
     const TensorMap* b_map[2] = {&maps_.maps[index][static_cast<int>(operands.b[0])],
@@ -304,14 +304,14 @@ MOK_DEVICE void run_gemm_kernel(const CallSet& set, const Launch& launch,
   Roles<Stages, kGroup>(shared, set, launch, maps).run();
 }
 
-}  // namespace mok::sm90
+}  // namespace mok::cuda::gemm
 
-#define MOK_SM90_KERNEL(name, Stages, kGroup)                                                \
-  extern "C" __global__ void __launch_bounds__(mok::sm90::kThreads, 1)                       \
-      mok_##name(const __grid_constant__ CallSet set, const __grid_constant__ Launch launch, \
-                 const __grid_constant__ mok::sm90::Maps maps MOK_TRACE_PARAMETER) {         \
-    mok::sm90::run_gemm_kernel<Stages, kGroup>(set, launch, maps MOK_TRACED(, trace_sink));  \
+#define MOK_ROLES_KERNEL(name, Stages, kGroup)                                                    \
+  extern "C" __global__ void __launch_bounds__(mok::cuda::gemm::kThreads, 1)                      \
+      mok_##name(const __grid_constant__ CallSet set, const __grid_constant__ Launch launch,      \
+                 const __grid_constant__ mok::cuda::gemm::Maps maps MOK_TRACE_PARAMETER) {        \
+    mok::cuda::gemm::run_gemm_kernel<Stages, kGroup>(set, launch, maps MOK_TRACED(, trace_sink)); \
   }
 #define MOK_COMMA ,
-#define MOK_GEMM_KERNEL(name, S, kGroup) MOK_SM90_KERNEL(name, mok::sm90::StageSet<false MOK_COMMA S>, 0)
-#define MOK_PERSISTENT_KERNEL(name, kGroup) MOK_SM90_KERNEL(name, mok::sm90::StagesOfGroup<kGroup>, kGroup)
+#define MOK_GEMM_KERNEL(name, S, kGroup) MOK_ROLES_KERNEL(name, mok::cuda::gemm::StageSet<false MOK_COMMA S>, 0)
+#define MOK_PERSISTENT_KERNEL(name, kGroup) MOK_ROLES_KERNEL(name, mok::cuda::gemm::StagesOfGroup<kGroup>, kGroup)

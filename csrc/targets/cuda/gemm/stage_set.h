@@ -4,7 +4,7 @@
 #include "stages/grouped_gemm.h"
 #include "stages/swiglu.h"
 
-namespace mok::sm90 {
+namespace mok::cuda::gemm {
 
 // kHasSwiglu: swiglu is a task of its own, done by the consumers between their tiles.
 template <bool kHasSwigluValue, class... S>
@@ -48,4 +48,4 @@ using StagesOfGroup =
     typename StageSetOf<holds(kGroup, Stage::gate_up), holds(kGroup, Stage::down), kGroup == kWholeForward,
                         holds(kGroup, Stage::swiglu) && !holds(kGroup, Stage::gate_up)>::Type;
 
-}  // namespace mok::sm90
+}  // namespace mok::cuda::gemm
