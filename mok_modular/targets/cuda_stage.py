@@ -11,11 +11,11 @@ from torch import Tensor
 from mok_modular.errors import MoKTimeoutError
 from mok_modular.targets import host_stage
 from mok_modular.targets.cuda import CudaMemory, open_waits
+from mok_modular.targets.cuda_arch import ARCHES
 from mok_modular.targets.cuda_device import ENTRIES, get_device
 from mok_modular.targets.cuda_launch import Launcher
 from mok_modular.targets.host import culprit, extension
 
-ROW_BLOCK = 128
 TIMEOUT_S = 10.0
 
 
@@ -25,7 +25,7 @@ class CudaStageRun(Launcher, host_stage.StageRun):
     A tensor that `launch` gets must be on that GPU. There are no statistics: `launch` returns an empty list a rank.
     """
 
-    row_blocks: tuple[int, ...] = (ROW_BLOCK,)
+    row_blocks: tuple[int, ...] = tuple(sorted({arch.row_block for arch in ARCHES}))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         Launcher.__init__(self)

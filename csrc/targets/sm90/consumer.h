@@ -15,13 +15,11 @@
 // left out: 2-CTA clusters with multicast, L2 hints, a lag between the groups (docs/experiments/sm90-deferred-stores.md).
 #pragma once
 
-#include "targets/cuda/gemm/shared.h"
 #include "targets/cuda/gemm/stage_set.h"
+#include "targets/sm90/arch.h"
 #include "targets/sm90/wgmma.h"
 
 namespace mok::sm90 {
-
-using namespace cuda::gemm;
 
 // The 256 threads of both groups, for element stages.
 struct ElementWorker {
@@ -45,7 +43,7 @@ struct QuadLanes {
 template <class Stages>
 class Consumer {
  public:
-  MOK_DEVICE Consumer(Shared& shared, uint32 group)
+  MOK_DEVICE Consumer(Shared<Arch>& shared, uint32 group)
       : shared_(shared), group_(group), warp_(threadIdx.x / 32 % 4), is_first_lane_(lane_idx() == 0) {
     if (group == 1) give_turn();  // group 0 begins
   }
@@ -65,7 +63,7 @@ class Consumer {
       }
       const bool is_end = has_task && state == kNoMoreTasks;
       if (is_end && !is_pending_) return;
-      const int32 num_blocks = tile.num_k / kBlockK;
+      const int32 num_blocks = tile.num_k / Arch::kBlockK;
       const bool is_padding = task.num_rows <= static_cast<int32>(group_) * 64;
       // Stores without products in front of them: one place for both, since their code is long.
       const bool is_element = has_task && Stages::is_swiglu(task.stage);
@@ -92,7 +90,7 @@ class Consumer {
       if (has_task) state = read_message<true>(shared_, slot_, &task, &tile);
       finish(is_padding);
       MOK_TRACED(if (threadIdx.x == kTracedThread) shared_.timeline.end(tile_slot_);)
-      if (stored_task_.num_rows < kTileRows) clear_padding();
+      if (stored_task_.num_rows < Arch::kTileRows) clear_padding();
       is_pending_ = true;
     }
   }
@@ -158,9 +156,9 @@ class Consumer {
   }
   MOK_DEVICE void issue(int32 block) {
     mbarrier_wait(smem_address(&shared_.full[stage_.slot]), stage_.phase);
-    const uint64 a =
-        wgmma_descriptor(smem_address(shared_.a[0]) + group_ * (kABytes / 2)) + stage_.slot * (kABytes >> 4);
-    const uint64 b = wgmma_descriptor(smem_address(shared_.b[0])) + stage_.slot * (kBBytes >> 4);
+    const uint64 a = wgmma_descriptor(smem_address(shared_.operands.a[0]) + group_ * (Arch::kABytes / 2)) +
+                     stage_.slot * (Arch::kABytes >> 4);
+    const uint64 b = wgmma_descriptor(smem_address(shared_.operands.b[0])) + stage_.slot * (Arch::kBBytes >> 4);
     take_turn();
     wgmma_fence();
     MOK_UNROLL
@@ -178,7 +176,7 @@ class Consumer {
   MOK_DEVICE void finish(bool is_padding) {
     wgmma_wait<0>();
     wgmma_fence_accumulators(acc_);
-    if (!is_padding) release((stage_.slot + kNumOperandSlots - 1) % kNumOperandSlots);
+    if (!is_padding) release((stage_.slot + Arch::kOperandSlots - 1) % Arch::kOperandSlots);
     MOK_UNROLL
     for (int32 i = 0; i < 64; ++i) words_[i] = pack(to_bf16(acc_[2 * i]), to_bf16(acc_[2 * i + 1]));
   }
@@ -218,7 +216,7 @@ class Consumer {
         using S = decltype(s);
         bf16* rows = S::plane_rows(call, stored_task_, S::plane_at(idx));
         bf16* row = S::row_address(call, stored_task_, rows, first_row() + lane);
-        shared_.rows[group_ * 4 + warp_][lane] = row ? row + stored_task_.part * S::kTileCols : nullptr;
+        shared_.scratch.rows[group_ * 4 + warp_][lane] = row ? row + stored_task_.part * S::kTileCols : nullptr;
       });
     }
     __syncwarp();
@@ -256,7 +254,7 @@ class Consumer {
   MOK_DEVICE void round_columns(const Call& call, Plane plane, int32 col32) {
     constexpr int32 kUpWords = S::kNumAccumulators == 2 ? 32 : 0;  // up stands behind gate
     const uint32 lane = lane_idx();
-    const uint32 write = smem_address(staging()) + lane % 8 * (kStagingPitch * sizeof(bf16)) + lane / 8 * 16;
+    const uint32 write = smem_address(staging()) + lane % 8 * (Arch::kStagingPitch * sizeof(bf16)) + lane / 8 * 16;
     const int32 accumulator = S::plane_accumulator(plane);
     MOK_UNROLL
     for (int32 h = 0; h < 2; ++h) {  // a lane holds rows lane / 4 and lane / 4 + 8
@@ -277,19 +275,19 @@ class Consumer {
         MOK_UNROLL
         for (int32 i = 0; i < 4; ++i) out[i] = pack(values[2 * i], values[2 * i + 1]);
       }
-      stmatrix_x4(write + h * 8 * kStagingPitch * sizeof(bf16) + col32 % 64 * sizeof(bf16), out);
+      stmatrix_x4(write + h * 8 * Arch::kStagingPitch * sizeof(bf16) + col32 % 64 * sizeof(bf16), out);
     }
   }
   // 64 columns: eight lanes take a row of 128 bytes.
   MOK_DEVICE void send_columns(int32 first_col) {
     __syncwarp();
     const int32 lane = static_cast<int32>(lane_idx()), column = lane % 8 * 8;
-    bf16* const* rows = shared_.rows[group_ * 4 + warp_] + lane / 8;
-    const bf16* from = staging() + lane / 8 * kStagingPitch + column;
+    bf16* const* rows = shared_.scratch.rows[group_ * 4 + warp_] + lane / 8;
+    const bf16* from = staging() + lane / 8 * Arch::kStagingPitch + column;
     MOK_UNROLL
     for (int32 i = 0; i < 4; ++i) {
       bf16* to = rows[4 * i];
-      const bf16x8 word = *reinterpret_cast<const bf16x8*>(from + 4 * i * kStagingPitch);
+      const bf16x8 word = *reinterpret_cast<const bf16x8*>(from + 4 * i * Arch::kStagingPitch);
       if (to) *reinterpret_cast<bf16x8*>(to + first_col + column) = word;
     }
     __syncwarp();
@@ -308,14 +306,14 @@ class Consumer {
     tile_slot_ = (tile_slot_ + 1) % kTileSlots;
     is_pending_ = false;
   }
-  MOK_DEVICE bf16* staging() const { return reinterpret_cast<bf16*>(shared_.staging[group_ * 4 + warp_]); }
+  MOK_DEVICE bf16* staging() const { return reinterpret_cast<bf16*>(shared_.scratch.staging[group_ * 4 + warp_]); }
   MOK_DEVICE static float half_of(uint32 pair, int32 i) { return bits_to_float(i ? pair & 0xffff0000u : pair << 16); }
 
-  Shared& shared_;
+  Shared<Arch>& shared_;
   const uint32 group_, warp_;
   const bool is_first_lane_;
   Position<kTaskSlots> slot_;
-  Position<kNumOperandSlots> stage_;
+  Position<Arch::kOperandSlots> stage_;
   uint32 tile_slot_ = 0;
   float acc_[128];
   // The tile before: rounded words (word 2 * (column / 8) + h, gate in the first half, up in the second), not stored yet.

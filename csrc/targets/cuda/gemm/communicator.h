@@ -1,7 +1,7 @@
 // Communication inside a GEMM kernel: a warp that publishes, dispatches and pulls combine, beside the products.
 //
 // By default it is the spare warp of every CTA's first warp group: it costs no SM. It has few registers
-// (kProducerRegisters), so rows pass through a small ring in shared memory and the copy engine moves them.
+// (Arch::kRoleRegisters), so rows pass through a small ring in shared memory and the copy engine moves them.
 // With CTAs of its own (fwd_num_comm_sms) all four warps of such a CTA's first group do this, and the others leave.
 #pragma once
 
@@ -14,17 +14,19 @@
 
 namespace mok::cuda::gemm {
 
-constexpr uint32 kHelpBarrier = 3, kHelpThreads = 256 + 32;  // the named barrier of consumers and communicator
+constexpr uint32 kHelpBarrier =
+    3;  // the named barrier of all consumers and the communicator; 1 and 2 are the consumers'
 
 // The consumers, until they are dismissed. A call, since inlined it costs the products a register that they lack.
+template <int kNumHelpers>
 __noinline__ __device__ void help_communicator(const Help& help) {
   constexpr int32 kBatch = 8;
-  const int32 warp = static_cast<int32>(threadIdx.x / 32) - 4, lane = static_cast<int32>(lane_idx());
+  const int32 warp = static_cast<int32>(threadIdx.x / 32) - kRoleThreads / 32, lane = static_cast<int32>(lane_idx());
   for (;;) {
-    named_sync(kHelpBarrier, kHelpThreads);
+    named_sync(kHelpBarrier, kNumHelpers + 32);
     const int32 num_rows = help.num_rows, num_words = help.num_bytes / 16;
     if (num_rows < 0) return;
-    for (int32 row = warp; row < num_rows; row += 8) {
+    for (int32 row = warp; row < num_rows; row += kNumHelpers / 32) {
       bf16x8* to = reinterpret_cast<bf16x8*>(help.to[row]);
       const bf16x8* from = reinterpret_cast<const bf16x8*>(help.from[row]);
       if (!to) continue;
@@ -38,11 +40,12 @@ __noinline__ __device__ void help_communicator(const Help& help) {
           if (first + 32 * i < num_words) to[first + 32 * i] = words[i];
       }
     }
-    named_sync(kHelpBarrier, kHelpThreads);
+    named_sync(kHelpBarrier, kNumHelpers + 32);
   }
 }
 
 // The Worker of copy stages, as one warp. Lane 0 is the leader.
+template <int kNumHelpers>
 class CommWorker {
  public:
   MOK_DEVICE CommWorker(CommRing& ring, int32 launch_idx, int32 num_workers) : ring_(ring), num_workers_(num_workers) {
@@ -58,7 +61,7 @@ class CommWorker {
   MOK_DEVICE void dismiss_helpers() {
     if (!help_) return;
     if (is_leader()) help_->num_rows = -1;
-    named_sync(kHelpBarrier, kHelpThreads);
+    named_sync(kHelpBarrier, kNumHelpers + 32);
     help_ = nullptr;
   }
   MOK_DEVICE void begin_call([[maybe_unused]] const Args& args) {
@@ -124,8 +127,8 @@ class CommWorker {
       help_->num_rows = count;
       help_->num_bytes = size;
     }
-    named_sync(kHelpBarrier, kHelpThreads);  // they begin
-    named_sync(kHelpBarrier, kHelpThreads);  // they are done
+    named_sync(kHelpBarrier, kNumHelpers + 32);  // they begin
+    named_sync(kHelpBarrier, kNumHelpers + 32);  // they are done
   }
 
   // Chunk after chunk of the rows in `rows`: loads take longest, and get all chunks but one. (Three stores under way where
@@ -172,7 +175,7 @@ class CommWorker {
   cuda::Waiter waiter_;
 };
 
-template <class S>
+template <class S, class CommWorker>
 MOK_DEVICE bool communicate_tile(const Args& args, CommWorker& worker, const Task& task) {
   Signals<CommWorker> signals(args, worker);
   int32 is_ready = 0;
@@ -189,7 +192,7 @@ MOK_DEVICE bool communicate_tile(const Args& args, CommWorker& worker, const Tas
 }
 
 // All communication tasks of a launch on one rank. `kGroup` 0: those of publish alone. Helpers stay for the first of the others.
-template <Group kGroup>
+template <Group kGroup, class CommWorker>
 MOK_DEVICE void run_communication(const Args& args, const Launch& launch, Tickets tickets, CommWorker& worker) {
   Tasks tasks(args, launch, Role::communication, tickets);
   worker.begin_call(args);

@@ -1,4 +1,4 @@
-// What the role loops of a GEMM kernel share: sizes, the CTA's shared memory, messages between roles.
+// The shared memory of a GEMM CTA and the messages between its roles. `Arch` is the GPU generation (targets/README.md).
 #pragma once
 
 #include "stages/grouped_gemm.h"
@@ -7,19 +7,9 @@
 
 namespace mok::cuda::gemm {
 
-constexpr int kThreads = 384;
-constexpr int kProducerRegisters = 72, kConsumerRegisters = 216;
-constexpr int kBlockK = 64;  // one 128-byte row of a swizzled operand
-constexpr int kTileRows = 128, kAccumulatorCols = MOK_TILE_COLS;
-constexpr int kNumOperandSlots = 4;  // 48 KB each
-constexpr int kTaskSlots = 1;  // tasks drawn ahead, beyond the one that the scheduler holds
-constexpr int kTileSlots = 4;  // roles are never more than kTaskSlots + 1 tiles apart
-
-constexpr uint32 kABytes = kTileRows * 128, kBBytes = kAccumulatorCols * 128;
-constexpr uint32 kBoxBytes = 64 * 128;  // of one TMA load: 64 rows
-// A warp's 16 rows x 64 columns on the way out. 16 bytes of padding keep stmatrix and the reads free of conflicts.
-constexpr int kStagingPitch = 64 + 8;
-constexpr uint32 kStagingBytes = 16 * kStagingPitch * sizeof(bf16);
+constexpr int kRoleThreads = 128;  // of warp group 0: the roles of this folder; all other threads are consumers
+constexpr int kTaskSlots = 1;      // tasks drawn ahead, beyond the one that the scheduler holds
+constexpr int kTileSlots = 4;      // roles are never more than kTaskSlots + 1 tiles apart
 
 // What the scheduler sends to the other roles.
 struct alignas(16) Message {
@@ -49,25 +39,26 @@ struct Help {
   int32 num_bytes;
 };
 
+template <class Arch>
 struct alignas(1024) Shared {
-  unsigned char a[kNumOperandSlots][kABytes];
-  unsigned char b[kNumOperandSlots][kBBytes];
-  alignas(16) unsigned char staging[8][kStagingBytes];
-  bf16* rows[8][16];  // where the rows of a consumer warp go, in the plane at hand
+  typename Arch::Operands operands;  // a ring of Arch::kOperandSlots blocks of k
+  typename Arch::Scratch scratch;    // the consumers'
   Message messages[kTaskSlots];
-  uint64 full[kNumOperandSlots], empty[kNumOperandSlots];
+  uint64 full[Arch::kOperandSlots], empty[Arch::kOperandSlots];
   uint64 message_full[kTaskSlots], message_empty[kTaskSlots];
   uint64 stored[kTileSlots];
   int32 is_comm_cta;
   CommRing comm_ring;
   MOK_TRACED(Timeline<kTileSlots> timeline;)
 
-  MOK_DEVICE Help& help() { return reinterpret_cast<Help&>(staging); }  // before there is anything to store
-  MOK_DEVICE CommRing& ring_of(uint32 warp) { return is_comm_cta ? reinterpret_cast<CommRing*>(a)[warp] : comm_ring; }
-};
-static_assert(kCommWarps * sizeof(CommRing) <= sizeof(Shared::a) && sizeof(Help) <= sizeof(Shared::staging));
+  MOK_DEVICE Help& help() { return reinterpret_cast<Help&>(scratch.staging); }  // before there is anything to store
+  MOK_DEVICE CommRing& ring_of(uint32 warp) {
+    return is_comm_cta ? reinterpret_cast<CommRing*>(&operands)[warp] : comm_ring;
+  }
 
-static_assert(sizeof(Shared) <= MOK_GEMM_SMEM_BYTES, "mok_modular/targets/cuda_device.py asks for this much");
+  static_assert(kCommWarps * sizeof(CommRing) <= sizeof(typename Arch::Operands));
+  static_assert(sizeof(Help) <= sizeof(Arch::Scratch::staging));
+};
 
 // Tensor maps by Matrix (stages/grouped_gemm.h), one set a rank.
 constexpr int kNumMatrices = static_cast<int>(Matrix::w_shared_down) + 1;
@@ -76,16 +67,41 @@ struct Maps {
 };
 
 // The next task, by one thread or by a warp. Every reader frees the slot for itself.
-template <bool kIsWarp>
-MOK_DEVICE MessageState read_message(Shared& shared, Position<kTaskSlots>& slot, Task* task, GemmTile* tile) {
-  mbarrier_wait(smem_address(&shared.message_full[slot.slot]), slot.phase);
+template <bool kIsWarp, class Arch>
+MOK_DEVICE MessageState read_message(Shared<Arch>& shared, Position<kTaskSlots>& slot, Task* task, GemmTile* tile) {
+  Arch::wait(smem_address(&shared.message_full[slot.slot]), slot.phase);
   const Message message = shared.messages[slot.slot];
   if (kIsWarp) __syncwarp();
-  mbarrier_arrive(smem_address(&shared.message_empty[slot.slot]));
+  Arch::template free_message<kIsWarp>(smem_address(&shared.message_empty[slot.slot]));
   slot.advance();
   *task = Task{static_cast<Stage>(message.stage), message.block, message.part, message.expert, message.num_rows};
   *tile = GemmTile{message.expert, message.num_rows, message.first_col, message.num_cols, message.num_k};
   return static_cast<MessageState>(message.state);
 }
+
+// Where a tile belongs to one CTA: what a generation says of it, for its Arch to inherit.
+struct OneCta {
+  static constexpr int kCtasPerTile = 1;
+  MOK_DEVICE static bool is_first_cta() { return true; }  // of the tile's: it draws tasks and publishes
+  // At a barrier that threads of any of the tile's CTAs arrive at.
+  MOK_DEVICE static void wait(uint32 barrier, uint32 phase) { mbarrier_wait(barrier, phase); }
+  // By every thread that reads a message.
+  template <bool kIsWarp>
+  MOK_DEVICE static void free_message(uint32 barrier) {
+    mbarrier_arrive(barrier);
+  }
+  // The first CTA has written messages[slot] of its own: for all of the tile's.
+  template <class Arch>
+  MOK_DEVICE static void send_message(Shared<Arch>& shared, uint32 slot) {
+    mbarrier_arrive(smem_address(&shared.message_full[slot]));
+  }
+  // By all threads: behind the barriers' initialization, and before anybody leaves.
+  template <class Arch>
+  MOK_DEVICE static void begin(Shared<Arch>&) {
+    __syncthreads();
+  }
+  template <class Arch>
+  MOK_DEVICE static void end(Shared<Arch>&) {}
+};
 
 }  // namespace mok::cuda::gemm
