@@ -86,6 +86,38 @@ struct Waiter {
   }
 };
 
+// What all kinds of workers have: tickets, waits and signals, by the one thread that is their leader (Self::is_leader).
+template <class Self>
+class WaitingWorker {
+ public:
+  __device__ WaitingWorker(int32 launch_idx) { waiter_.launch_idx = launch_idx; }
+
+  __device__ void begin_call([[maybe_unused]] const Args& args) {
+    seen_inputs = seen_dones = SeenRanks{};
+    MOK_TRACED(if (Self::is_leader()) waiter_.track->begin_call(args);)
+  }
+  __device__ void begin_task(const Task& task) {
+    waiter_.task = task;
+    MOK_TRACED(if (Self::is_leader()) waiter_.track->next_task(task);)
+  }
+  __device__ Word draw(Word* counter) { return atomicAdd(counter, Word{1}); }
+  __device__ void begin_wait(const Wait&) { waiter_.begin(); }
+  __device__ bool pause(const Args& args, const Wait& wait) { return waiter_.pause(args, wait); }
+  __device__ void end_wait([[maybe_unused]] const Wait& wait) { MOK_TRACED(waiter_.track->wait(waiter_.task, wait);) }
+  __device__ void fail(const Args& args, const Wait& wait) { waiter_.fail(args, wait); }
+  __device__ bool may_publish(Edge, int64, int32) { return true; }
+  SeenRanks seen_inputs, seen_dones;  // of this call
+
+#if MOK_TRACE
+  __device__ void trace_to(Track& track) { waiter_.track = &track; }
+  // The leader has come to the end of its tile, or of its signals.
+  __device__ void trace(TraceKind kind) { waiter_.track->end(kind, waiter_.task); }
+#endif
+
+ protected:
+  Waiter waiter_;
+};
+
 // The ring of a CTA, in dynamic shared memory, its barriers ready.
 __device__ __forceinline__ CopyRing* open_ring() {
   extern __shared__ __align__(128) unsigned char mok_ring[];
@@ -98,22 +130,16 @@ __device__ __forceinline__ CopyRing* open_ring() {
   return ring;
 }
 
-class Worker {
+class Worker : public WaitingWorker<Worker> {
  public:
   // `scratch`: four words of shared memory for broadcasts.
-  __device__ Worker(int* scratch, int32 launch_idx, CopyRing* ring = nullptr) : scratch_(scratch), ring_(ring) {
-    waiter_.launch_idx = launch_idx;
-  }
-
-  __device__ void begin_call([[maybe_unused]] const Args& args) {
-    seen_inputs = seen_dones = SeenRanks{};
-    MOK_TRACED(if (is_leader()) waiter_.track->begin_call(args);)
-  }
+  __device__ Worker(int* scratch, int32 launch_idx, CopyRing* ring = nullptr)
+      : WaitingWorker(launch_idx), scratch_(scratch), ring_(ring) {}
 
   __device__ int32 index() const { return blockIdx.x; }
   __device__ int32 num_workers() const { return gridDim.x; }
   __device__ Role role() const { return Role::any; }
-  __device__ bool is_leader() const { return threadIdx.x == 0; }
+  __device__ static bool is_leader() { return threadIdx.x == 0; }
 
   // ---- work ----
   template <class Index, class F>
@@ -148,13 +174,7 @@ class Worker {
     copy_chunks(copied, size, to, from, are_sources_read_again);
   }
 
-  // ---- protocol: called by the leader ----
-  __device__ Word draw(Word* counter) { return atomicAdd(counter, Word{1}); }
-  __device__ void begin_wait(const Wait&) { waiter_.begin(); }
-  __device__ bool pause(const Args& args, const Wait& wait) { return waiter_.pause(args, wait); }
-  __device__ void end_wait([[maybe_unused]] const Wait& wait) { MOK_TRACED(waiter_.track->wait(waiter_.task, wait);) }
-  __device__ void fail(const Args& args, const Wait& wait) { waiter_.fail(args, wait); }
-  __device__ bool may_publish(Edge, int64, int32) { return true; }
+  // ---- protocol: called by the leader, beside what WaitingWorker has ----
   // Nobody waits for the host here, so it learns of both at its next call.
   __device__ void report_invalid_id(const Args& args) { atomicAdd_system(&args.call.failure->num_invalid_ids, 1); }
   __device__ void report_overflow(const Args& args, int64 want) {
@@ -180,13 +200,6 @@ class Worker {
     store_system(&failure->is_set, 2);
   }
 
-  SeenRanks seen_inputs, seen_dones;  // of this call
-
-  __device__ void begin_task(const Task& task) {
-    waiter_.task = task;
-    MOK_TRACED(if (is_leader()) waiter_.track->next_task(task);)
-  }
-
 #if MOK_TRACE
   __device__ void open_track(const TraceSink& sink, const Launch& launch) {
     __shared__ Track track;
@@ -196,8 +209,6 @@ class Worker {
     own_sink = sink;
     track.open(own_sink, static_cast<int>(TraceRole::cta), launch);
   }
-  // The leader has come to the end of its tile, or of its signals.
-  __device__ void trace(TraceKind kind) { waiter_.track->end(kind, waiter_.task); }
 #endif
 
   // A ticket of the leader's for all threads; negative: the call was aborted.
@@ -281,7 +292,6 @@ class Worker {
   int* scratch_;
   CopyRing* ring_;
   Position<kChunks> ring_position_;
-  Waiter waiter_;
 };
 
 }  // namespace mok::cuda

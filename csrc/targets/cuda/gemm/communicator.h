@@ -46,10 +46,10 @@ __noinline__ __device__ void help_communicator(const Help& help) {
 
 // The Worker of copy stages, as one warp. Lane 0 is the leader.
 template <int kNumHelpers>
-class CommWorker {
+class CommWorker : public WaitingWorker<CommWorker<kNumHelpers>> {
  public:
-  MOK_DEVICE CommWorker(CommRing& ring, int32 launch_idx, int32 num_workers) : ring_(ring), num_workers_(num_workers) {
-    waiter_.launch_idx = launch_idx;
+  MOK_DEVICE CommWorker(CommRing& ring, int32 launch_idx, int32 num_workers)
+      : WaitingWorker<CommWorker>(launch_idx), ring_(ring), num_workers_(num_workers) {
     if (is_leader())
       for (int i = 0; i < kCommChunks; ++i) mbarrier_init(smem_address(&ring_.full[i]), 1);
     mbarrier_init_fence();
@@ -64,13 +64,9 @@ class CommWorker {
     named_sync(kHelpBarrier, kNumHelpers + 32);
     help_ = nullptr;
   }
-  MOK_DEVICE void begin_call([[maybe_unused]] const Args& args) {
-    seen_inputs = seen_dones = SeenRanks{};
-    MOK_TRACED(if (is_leader()) waiter_.track->begin_call(args);)
-  }
 
   MOK_DEVICE int32 num_workers() const { return num_workers_; }
-  MOK_DEVICE bool is_leader() const { return lane_idx() == 0; }
+  MOK_DEVICE static bool is_leader() { return lane_idx() == 0; }
 
   template <class Index, class F>
   MOK_DEVICE void for_each(Index count, F&& f) {
@@ -97,24 +93,6 @@ class CommWorker {
       for (int32 i = lane; i < size / 16; i += 32) row[i] = bf16x8{};
     }
   }
-
-  // ---- protocol: called by the leader ----
-  MOK_DEVICE Word draw(Word* counter) { return atomicAdd(counter, Word{1}); }
-  MOK_DEVICE void begin_task(const Task& task) {
-    waiter_.task = task;
-    MOK_TRACED(if (is_leader()) waiter_.track->next_task(task);)
-  }
-  MOK_DEVICE void begin_wait(const Wait&) { waiter_.begin(); }
-  MOK_DEVICE bool pause(const Args& args, const Wait& wait) { return waiter_.pause(args, wait); }
-  MOK_DEVICE void end_wait([[maybe_unused]] const Wait& wait) { MOK_TRACED(waiter_.track->wait(waiter_.task, wait);) }
-  MOK_DEVICE void fail(const Args& args, const Wait& wait) { waiter_.fail(args, wait); }
-  MOK_DEVICE bool may_publish(Edge, int64, int32) { return true; }
-  SeenRanks seen_inputs, seen_dones;
-
-#if MOK_TRACE
-  MOK_DEVICE void trace_to(cuda::Track& track) { waiter_.track = &track; }
-  MOK_DEVICE void trace(TraceKind kind) { waiter_.track->end(kind, waiter_.task); }
-#endif
 
  private:
   MOK_DEVICE static int32 first_row(uint32 rows) { return __ffs(static_cast<int>(rows)) - 1; }
@@ -172,7 +150,6 @@ class CommWorker {
   Help* help_ = nullptr;
   const int32 num_workers_;
   Position<kCommChunks> loaded_, stored_;
-  cuda::Waiter waiter_;
 };
 
 template <class S, class CommWorker>

@@ -14,28 +14,14 @@
 namespace mok::cuda::gemm {
 
 // A single thread that waits and publishes; the Worker of Tasks and Signals here.
-class RoleWorker {
+class RoleWorker : public WaitingWorker<RoleWorker> {
  public:
-  MOK_DEVICE RoleWorker(int32 launch_idx, int32 num_workers) : num_workers_(num_workers) {
-    waiter_.launch_idx = launch_idx;
-  }
+  MOK_DEVICE RoleWorker(int32 launch_idx, int32 num_workers) : WaitingWorker(launch_idx), num_workers_(num_workers) {}
+  MOK_DEVICE static bool is_leader() { return true; }
   MOK_DEVICE int32 num_workers() const { return num_workers_; }
-  MOK_DEVICE Word draw(Word* counter) { return atomicAdd(counter, Word{1}); }
-  MOK_DEVICE void begin_task(const Task& task) {
-    waiter_.task = task;
-    MOK_TRACED(waiter_.track->next_task(task);)
-  }
-  MOK_DEVICE void begin_wait(const Wait&) { waiter_.begin(); }
-  MOK_DEVICE bool pause(const Args& args, const Wait& wait) { return waiter_.pause(args, wait); }
-  MOK_DEVICE void end_wait([[maybe_unused]] const Wait& wait) { MOK_TRACED(waiter_.track->wait(waiter_.task, wait);) }
-  MOK_TRACED(MOK_DEVICE void trace_to(cuda::Track& track) { waiter_.track = &track; })
-  MOK_DEVICE void fail(const Args& args, const Wait& wait) { waiter_.fail(args, wait); }
-  MOK_DEVICE bool may_publish(Edge, int64, int32) { return true; }
-  SeenRanks seen_inputs, seen_dones;
 
  private:
   const int32 num_workers_;
-  cuda::Waiter waiter_;
 };
 
 // kGroup: what the kernel holds; 0 or a single stage: no communication.
