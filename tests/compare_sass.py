@@ -20,9 +20,9 @@ from pathlib import Path
 
 from cpu.test_sass import disassemble, persistent_masks
 
-from mok_modular import nvrtc
-from mok_modular.targets import cuda_device
-from mok_modular.targets.cuda_arch import SM_90A
+from mok_modular.targets.cuda import device as cuda_device
+from mok_modular.targets.cuda import nvrtc
+from mok_modular.targets.cuda.arch import SM_90A
 
 ROOT = Path(__file__).resolve().parents[1]
 

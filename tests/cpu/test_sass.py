@@ -20,10 +20,10 @@ import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling for a GPU needs cuda-bindings and nvidia-cuda-nvrtc")
 
-from mok_modular import nvrtc
-from mok_modular.plan import STAGES, all_plans, group_mask
-from mok_modular.targets import cuda_device
-from mok_modular.targets.cuda_arch import SM_90A
+from mok_modular.protocol.plan import STAGES, all_plans, group_mask
+from mok_modular.targets.cuda import device as cuda_device
+from mok_modular.targets.cuda import nvrtc
+from mok_modular.targets.cuda.arch import SM_90A
 
 MAX_REGISTERS = {"copy": 80, "reduce": 128, "gemm": 168}  # reduce: two CTAs an SM
 MAX_SPILL_BYTES = 0
@@ -54,10 +54,10 @@ LARGE = [
 """Kernels that a second process compiles meanwhile, in a cache of its own: a cache has one lock."""
 COMPILE = """
 import sys
-from mok_modular import nvrtc
-from mok_modular.targets import cuda_arch, cuda_device
+from mok_modular.targets.cuda import arch, nvrtc
+from mok_modular.targets.cuda import device as cuda_device
 source, entries, defines = eval(sys.argv[1])
-cuda_device.compile_kernel(cuda_arch.arch_named(sys.argv[2]), nvrtc.Kernel(source, entries, defines))
+cuda_device.compile_kernel(arch.arch_named(sys.argv[2]), nvrtc.Kernel(source, entries, defines))
 """
 ahead: dict[nvrtc.Kernel, Future[Path]] = {}
 

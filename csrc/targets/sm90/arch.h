@@ -80,7 +80,7 @@ struct Arch : OneCta {
   };
 };
 
-static_assert(sizeof(Shared<Arch>) <= MOK_GEMM_SMEM_BYTES, "mok_modular/targets/cuda_device.py asks for this much");
+static_assert(sizeof(Shared<Arch>) <= MOK_GEMM_SMEM_BYTES, "mok_modular/targets/cuda/arch.py asks for this much");
 
 }  // namespace mok::sm90
 
