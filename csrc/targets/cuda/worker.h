@@ -5,7 +5,7 @@
 #pragma once
 
 #include "stages/stage.h"
-#include "targets/cuda/async.h"
+#include "targets/cuda/chunk_pipe.h"
 #include "targets/cuda/timeline.h"
 
 namespace mok::cuda {
@@ -171,7 +171,10 @@ class Worker : public WaitingWorker<Worker> {
       bf16x8* row = reinterpret_cast<bf16x8*>(__shfl_sync(0xffffffffu, to, __ffs(static_cast<int>(rows)) - 1));
       for (int32 i = lane; i < size / 16; i += 32) row[i] = bf16x8{};
     }
-    copy_chunks(copied, size, to, from, are_sources_read_again);
+    // Sources that others read soon stay in the L2, and what is written, far more than the L2 holds, goes first.
+    pipe_.copy(
+        smem_address(ring_->chunks[warp]), smem_address(ring_->full[warp]), copied, size, to, from,
+        [&] { return are_sources_read_again ? evict_last() : evict_first(); }, [] { return evict_first(); });
   }
 
   // ---- protocol: called by the leader, beside what WaitingWorker has ----
@@ -238,60 +241,9 @@ class Worker : public WaitingWorker<Worker> {
   }
 
  private:
-  // Chunks of the rows in `rows`, one after another.
-  struct Cursor {
-    uint32 rows;
-    int32 offset = 0;
-    __device__ int32 row() const { return __ffs(static_cast<int>(rows)) - 1; }
-    __device__ void advance(int32 size) {
-      offset += kChunkBytes;
-      if (offset < size) return;
-      offset = 0;
-      rows &= rows - 1;
-    }
-  };
-  // Lane i holds the addresses of row i. Lane 0 issues all copies; its warp goes along. Sources that others read soon stay
-  // in the L2, and what is written, far more than the L2 holds, goes first.
-  __device__ void copy_chunks(uint32 rows, int32 size, unsigned long long to, unsigned long long from,
-                              bool are_sources_read_again) {
-    const uint32 warp = threadIdx.x / 32;
-    const bool is_first = lane_idx() == 0;
-    const uint32 chunks = smem_address(ring_->chunks[warp]), full = smem_address(ring_->full[warp]);
-    Cursor load{rows}, store{rows};
-    Position<kChunks> loaded = ring_position_;  // where loads are; the ring's own position is where stores are
-    if (is_first) fence_proxy_async();  // what others wrote, acquired by the leader, before copies of this proxy
-    const auto issue = [&] {
-      const char* at = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, from, load.row())) + load.offset;
-      const uint32 num = static_cast<uint32>(min_of(kChunkBytes, size - load.offset));
-      if (is_first) {
-        mbarrier_expect_bytes(full + loaded.slot * 8, num);
-        bulk_load(chunks + loaded.slot * kChunkBytes, at, num, full + loaded.slot * 8,
-                  are_sources_read_again ? evict_last() : evict_first());
-      }
-      loaded.advance();
-      load.advance(size);
-    };
-    for (int32 i = 0; i < kChunks - 1 && load.rows != 0; ++i) issue();
-    while (store.rows != 0) {
-      char* at = reinterpret_cast<char*>(__shfl_sync(0xffffffffu, to, store.row())) + store.offset;
-      const uint32 num = static_cast<uint32>(min_of(kChunkBytes, size - store.offset));
-      mbarrier_wait(full + ring_position_.slot * 8, ring_position_.phase);
-      if (is_first) {
-        bulk_store(at, chunks + ring_position_.slot * kChunkBytes, num, evict_first());
-        bulk_commit();
-        bulk_wait_read<1>();  // the chunk before this one may be loaded again
-      }
-      ring_position_.advance();
-      store.advance(size);
-      if (load.rows != 0) issue();
-    }
-    if (is_first) bulk_wait_written();
-    __syncwarp();
-  }
-
   int* scratch_;
   CopyRing* ring_;
-  Position<kChunks> ring_position_;
+  ChunkPipe<kChunks, kChunkBytes> pipe_;
 };
 
 }  // namespace mok::cuda

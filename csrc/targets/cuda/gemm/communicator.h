@@ -87,16 +87,17 @@ class CommWorker : public WaitingWorker<CommWorker<kNumHelpers>> {
     }
     if (help_) return copy_with_helpers(count, size, to, from);
     const uint32 cleared = __ballot_sync(0xffffffffu, to != 0 && from == 0);
-    copy(__ballot_sync(0xffffffffu, from != 0), size, to, from);
+    // (Three stores under way where all memory is this GPU's: no difference.)
+    pipe_.copy(
+        smem_address(ring_.chunks[0]), smem_address(ring_.full), __ballot_sync(0xffffffffu, from != 0), size, to, from,
+        [] { return evict_normal(); }, [] { return evict_normal(); });
     for (uint32 rows = cleared; rows != 0; rows &= rows - 1) {
-      bf16x8* row = reinterpret_cast<bf16x8*>(__shfl_sync(0xffffffffu, to, first_row(rows)));
+      bf16x8* row = reinterpret_cast<bf16x8*>(__shfl_sync(0xffffffffu, to, __ffs(static_cast<int>(rows)) - 1));
       for (int32 i = lane; i < size / 16; i += 32) row[i] = bf16x8{};
     }
   }
 
  private:
-  MOK_DEVICE static int32 first_row(uint32 rows) { return __ffs(static_cast<int>(rows)) - 1; }
-
   // What the leader has acquired its helpers see, and it releases what they wrote.
   MOK_DEVICE void copy_with_helpers(int32 count, int32 size, uint64 to, uint64 from) {
     help_->to[lane_idx()] = to;
@@ -109,47 +110,10 @@ class CommWorker : public WaitingWorker<CommWorker<kNumHelpers>> {
     named_sync(kHelpBarrier, kNumHelpers + 32);  // they are done
   }
 
-  // Chunk after chunk of the rows in `rows`: loads take longest, and get all chunks but one. (Three stores under way where
-  // all memory is this GPU's: no difference.)
-  MOK_DEVICE void copy(uint32 rows, int32 size, uint64 to, uint64 from) {
-    if (rows == 0) return;
-    if (is_leader()) fence_proxy_async();  // what others wrote, acquired by the leader, before copies of this proxy
-    const uint32 chunks = smem_address(ring_.chunks[0]), full = smem_address(ring_.full);
-    uint32 load_rows = rows;
-    int32 load_offset = 0, store_offset = 0, in_flight = 0;
-    while (rows != 0) {
-      while (load_rows != 0 && in_flight < kCommChunks - 1) {
-        const uint64 at = __shfl_sync(0xffffffffu, from, first_row(load_rows)) + load_offset;
-        const uint32 num = static_cast<uint32>(min_of(kCommChunkBytes, size - load_offset));
-        if (is_leader()) {
-          mbarrier_expect_bytes(full + loaded_.slot * 8, num);
-          bulk_load(chunks + loaded_.slot * kCommChunkBytes, reinterpret_cast<const void*>(at), num,
-                    full + loaded_.slot * 8, evict_normal());
-        }
-        loaded_.advance();
-        ++in_flight;
-        if ((load_offset += kCommChunkBytes) >= size) load_offset = 0, load_rows &= load_rows - 1;
-      }
-      const uint64 at = __shfl_sync(0xffffffffu, to, first_row(rows)) + store_offset;
-      const uint32 num = static_cast<uint32>(min_of(kCommChunkBytes, size - store_offset));
-      mbarrier_wait(full + stored_.slot * 8, stored_.phase);
-      if (is_leader()) {
-        bulk_store(reinterpret_cast<void*>(at), chunks + stored_.slot * kCommChunkBytes, num, evict_normal());
-        bulk_commit();
-        bulk_wait_read<1>();  // the chunk before this one may be loaded again
-      }
-      stored_.advance();
-      --in_flight;
-      if ((store_offset += kCommChunkBytes) >= size) store_offset = 0, rows &= rows - 1;
-    }
-    if (is_leader()) bulk_wait_written();
-    __syncwarp();
-  }
-
   CommRing& ring_;
   Help* help_ = nullptr;
   const int32 num_workers_;
-  Position<kCommChunks> loaded_, stored_;
+  ChunkPipe<kCommChunks, kCommChunkBytes> pipe_;
 };
 
 template <class S, class CommWorker>
