@@ -47,27 +47,35 @@ struct Arch : OneCta {
   // The loads of one tile of the product S.
   template <class S>
   class Loader {
+    static_assert(S::kMajorA == Major::k,
+                  "A has rows of k here: a weight gradient's operands need wgmma's other form of A");
+
    public:
-    MOK_DEVICE Loader(const TensorMap (&maps)[kNumMatrices], const mok::Operands& operands, const GemmTile& tile)
-        : a_map_(&maps[static_cast<int>(operands.a)]),
-          b_map_{&maps[static_cast<int>(operands.b[0])], &maps[static_cast<int>(operands.b[1])]},
-          a_row_(static_cast<int32>(operands.a_row)),
+    template <int kNumMaps>
+    MOK_DEVICE Loader(const TensorMap (&maps)[kNumMaps], const mok::Operands& operands, const GemmTile& tile)
+        : a_map_(&maps[static_cast<int>(operands.a.matrix)]),
+          b_map_{&maps[static_cast<int>(operands.b[0].matrix)], &maps[static_cast<int>(operands.b[1].matrix)]},
+          a_row_(static_cast<int32>(operands.a.row)),
           first_col_(tile.first_col),
           expert_(tile.expert),
           has_second_half_(tile.num_rows > 64),
           num_bytes_((has_second_half_ ? kABytes : kABytes / 2) + kBBytes) {}
 
-    // Columns [k, k + kBlockK) of both operands into a slot; their bytes arrive at `full`.
+    // [k, k + kBlockK) of both operands into a slot; their bytes arrive at `full`.
     MOK_DEVICE void load(Shared<Arch>& shared, uint32 slot, uint32 full, int32 k) const {
       const uint32 a = smem_address(shared.operands.a[slot]), b = smem_address(shared.operands.b[slot]);
       mbarrier_expect_bytes(full, num_bytes_);
       tma_load_2d(a, a_map_, full, k, a_row_);
       if (has_second_half_) tma_load_2d(a + kABytes / 2, a_map_, full, k, a_row_ + 64);
-      // B's rows are accumulator columns: gate before up, or the columns of one matrix.
+      // B's boxes hold 64 accumulator columns each: gate before up, or the columns of one matrix.
       MOK_UNROLL
       for (int32 box = 0; box < kAccumulatorCols / 64; ++box) {
-        const int32 row = box * 64 % S::kTileCols;
-        tma_load_3d(b + box * kBoxBytes, b_map_[box * 64 / S::kTileCols], full, k, first_col_ + row, expert_);
+        const int32 col = first_col_ + box * 64 % S::kTileCols;
+        const TensorMap* map = b_map_[box * 64 / S::kTileCols];
+        if constexpr (S::kMajorB == Major::k)
+          tma_load_3d(b + box * kBoxBytes, map, full, k, col, expert_);
+        else
+          tma_load_3d(b + box * kBoxBytes, map, full, col, k, expert_);
       }
     }
 

@@ -32,16 +32,27 @@ struct ElementWorker {
 // The four lanes of a quad hold 32 columns of a row: value i of a lane is column 8 * (i / 2) + 2 * (lane % 4) + i % 2.
 struct QuadLanes {
   static constexpr int kNum = 8;
+  bool has_row = true;
   MOK_DEVICE int32 column(int32 i) const { return 8 * (i / 2) + 2 * (static_cast<int32>(lane_idx()) % 4) + i % 2; }
-  // Of all four; the whole warp calls.
+  MOK_DEVICE bool is_first() const { return has_row && lane_idx() % 4 == 0; }
+  // Over all four; the whole warp calls.
   MOK_DEVICE uint32 max(uint32 value) const {
     value = max_of(value, __shfl_xor_sync(0xffffffffu, value, 1));
     return max_of(value, __shfl_xor_sync(0xffffffffu, value, 2));
+  }
+  MOK_DEVICE float sum(const float (&values)[kNum]) const {  // in the tree of sum_of_columns
+    const float quad =
+        ((values[0] + values[1]) + (values[2] + values[3])) + ((values[4] + values[5]) + (values[6] + values[7]));
+    const float half = quad + __shfl_xor_sync(0xffffffffu, quad, 1);
+    return half + __shfl_xor_sync(0xffffffffu, half, 2);
   }
 };
 
 template <class Stages>
 class Consumer {
+  static_assert(!Stages::kHasSums, "no FP32 stores and no carry to start from on this generation");
+  static constexpr Major kMajorB = Stages::kMajorB;
+
  public:
   MOK_DEVICE Consumer(Shared<Arch>& shared, uint32 group)
       : shared_(shared), group_(group), warp_(threadIdx.x / 32 % 4), is_first_lane_(lane_idx() == 0) {
@@ -96,12 +107,16 @@ class Consumer {
   }
 
  private:
-  // Of all planes of a tile. Two products of a kernel may differ in their planes, so steps belong to one kind or the other.
+  // Of all planes of a tile. Two products of a kernel may differ in their planes, so steps belong to one epilogue.
   template <class S>
   static constexpr int32 kStepsOf = S::kTileCols / 32 * S::kMaxPlanes;
-  static constexpr int32 kGateUpSteps = Stages::kHasGateUp ? kStepsOf<GateUp> : 0;
-  static constexpr int32 kDownSteps = Stages::kHasDown ? kStepsOf<Down> : 0;
-  static constexpr int32 kSteps = kGateUpSteps > kDownSteps ? kGateUpSteps : kDownSteps;
+  template <class... S>
+  static constexpr int32 most_steps(TypeList<S...>) {
+    int32 most = 0;
+    ((most = kStepsOf<S> > most ? kStepsOf<S> : most), ...);
+    return most;
+  }
+  static constexpr int32 kSteps = most_steps(typename Stages::Epilogues());
   static constexpr uint32 kTurn =
       1;  // named barriers 1 and 2: whose turn it is to issue products (3: cuda/gemm/communicator.h)
 
@@ -158,11 +173,15 @@ class Consumer {
     mbarrier_wait(smem_address(&shared_.full[stage_.slot]), stage_.phase);
     const uint64 a = wgmma_descriptor(smem_address(shared_.operands.a[0]) + group_ * (Arch::kABytes / 2)) +
                      stage_.slot * (Arch::kABytes >> 4);
-    const uint64 b = wgmma_descriptor(smem_address(shared_.operands.b[0])) + stage_.slot * (Arch::kBBytes >> 4);
+    const uint32 b_tile = smem_address(shared_.operands.b[0]);
+    const uint64 b = (kMajorB == Major::k ? wgmma_descriptor(b_tile) : wgmma_descriptor_mn(b_tile)) +
+                     stage_.slot * (Arch::kBBytes >> 4);
     take_turn();
     wgmma_fence();
     MOK_UNROLL
-    for (int32 i = 0; i < 4; ++i) wgmma_n256(acc_, a + 2 * i, b + 2 * i, i == 0 ? static_cast<uint32>(block != 0) : 1u);
+    for (int32 i = 0; i < 4; ++i)
+      wgmma_n256<kMajorB>(acc_, a + kWgmmaStep<Major::k> * i, b + kWgmmaStep<kMajorB> * i,
+                          i == 0 ? static_cast<uint32>(block != 0) : 1u);
     wgmma_commit();
     give_turn();
   }
@@ -203,7 +222,7 @@ class Consumer {
     Stages::visit(stored_task_.stage, [&](auto s) {
       using S = decltype(s);
       const PlaneList list = state == kReady ? S::planes(call, stored_task_) : PlaneList{};
-      is_gate_up_stored_ = S::kIsGateUp;
+      epilogue_ = Stages::Epilogues::template place<typename S::Epilogue>();
       MOK_UNROLL
       for (int32 i = 0; i < S::kMaxPlanes; ++i) planes_ |= static_cast<uint32>(list.has(S::plane_at(i))) << i;
     });
@@ -233,11 +252,9 @@ class Consumer {
   }
   // 32 columns of one plane into shared memory; every second step sends 64 columns of this warp's 16 rows on their way.
   MOK_DEVICE void store_step(const Call& call, int32 step) {
-    if (Stages::kHasGateUp && (!Stages::kHasDown || is_gate_up_stored_)) {
-      if (step < kGateUpSteps) store_step_of<GateUp>(call, step);
-    } else if (Stages::kHasDown && step < kDownSteps) {
-      store_step_of<Down>(call, step);
-    }
+    Stages::Epilogues::visit(epilogue_, [&](auto s) {
+      if (step < kStepsOf<decltype(s)>) store_step_of<decltype(s)>(call, step);
+    });
   }
   template <class S>
   MOK_DEVICE void store_step_of(const Call& call, int32 step) {
@@ -271,7 +288,19 @@ class Consumer {
           acc0[i] = half_of(words_[first + i / 2 * 2], i % 2);
           acc1[i] = half_of(words_[first + i / 2 * 2 + kUpWords], i % 2);
         }
-        S::rounded_element(call, plane, acc0, acc1, QuadLanes{}, values);
+        if constexpr (S::kElementReadsRows) {
+          // It is called for columns and rows that exist; padding rows become zeros.
+          const int32 row = first_row() + static_cast<int32>(lane) / 4 + h * 8;
+          const bool has_row = row < stored_task_.num_rows;
+          if (col32 < stored_num_cols_)
+            S::element(call, stored_task_, plane, min_of(row, stored_task_.num_rows - 1), col32, acc0, acc1,
+                       QuadLanes{has_row}, values);
+          MOK_UNROLL
+          for (int32 i = 0; i < QuadLanes::kNum; ++i)
+            if (!has_row) values[i] = bf16{0};
+        } else {
+          S::element(call, stored_task_, plane, first_row(), col32, acc0, acc1, QuadLanes{}, values);
+        }
         MOK_UNROLL
         for (int32 i = 0; i < 4; ++i) out[i] = pack(values[2 * i], values[2 * i + 1]);
       }
@@ -321,7 +350,8 @@ class Consumer {
   Task stored_task_;
   int32 stored_num_cols_ = 0;
   uint32 planes_ = 0;
-  bool is_pending_ = false, is_gate_up_stored_ = false;
+  int32 epilogue_ = 0;
+  bool is_pending_ = false;
 };
 
 }  // namespace mok::sm90

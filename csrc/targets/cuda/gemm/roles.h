@@ -28,7 +28,7 @@ class RoleWorker : public WaitingWorker<RoleWorker> {
 template <class Arch, class Stages, Group kGroup>
 class Roles {
  public:
-  MOK_DEVICE Roles(Shared<Arch>& shared, const CallSet& set, const Launch& launch, const Maps& maps)
+  MOK_DEVICE Roles(Shared<Arch>& shared, const CallSet& set, const Launch& launch, const MapsOf<Stages>& maps)
       : shared_(shared), set_(set), launch_(launch), maps_(maps) {}
 
   MOK_DEVICE void run() {
@@ -219,11 +219,13 @@ class Roles {
   template <class S>
   MOK_DEVICE void load(int32 index, const Call& call, const Task& task, const GemmTile& tile,
                        Position<Arch::kOperandSlots>& stage) {
-    const typename Arch::template Loader<S> loader(maps_.maps[index], S::operands(call, task, tile), tile);
-    for (int32 k = 0; k < tile.num_k; k += Arch::kBlockK) {
-      mbarrier_wait(address(&shared_.empty[stage.slot]), stage.phase ^ 1);
-      loader.load(shared_, stage.slot, address(&shared_.full[stage.slot]), k);
-      stage.advance();
+    for (int32 product = 0; product < S::kNumProducts; ++product) {
+      const typename Arch::template Loader<S> loader(maps_.maps[index], S::operands(call, task, tile, product), tile);
+      for (int32 k = 0; k < tile.num_k / S::kNumProducts; k += Arch::kBlockK) {
+        mbarrier_wait(address(&shared_.empty[stage.slot]), stage.phase ^ 1);
+        loader.load(shared_, stage.slot, address(&shared_.full[stage.slot]), k);
+        stage.advance();
+      }
     }
   }
 
@@ -263,13 +265,13 @@ class Roles {
   Shared<Arch>& shared_;
   const CallSet& set_;
   const Launch& launch_;
-  const Maps& maps_;
+  const MapsOf<Stages>& maps_;
 };
 
 // A GEMM kernel: dynamic shared memory of sizeof(Shared<Arch>) + 1024, whatever the alignment of its start.
 template <class Arch, class Stages, Group kGroup>
 MOK_DEVICE void run_gemm_kernel(const CallSet& set, const Launch& launch,
-                                const Maps& maps MOK_TRACED(, const cuda::TraceSink& sink)) {
+                                const MapsOf<Stages>& maps MOK_TRACED(, const cuda::TraceSink& sink)) {
   extern __shared__ unsigned char raw[];
   const uint32 misalignment = smem_address(raw) % 1024;
   auto& shared = *reinterpret_cast<Shared<Arch>*>(raw + (misalignment ? 1024 - misalignment : 0));
@@ -282,7 +284,7 @@ MOK_DEVICE void run_gemm_kernel(const CallSet& set, const Launch& launch,
 #define MOK_ROLES_KERNEL(name, Stages, kGroup)                                                                    \
   extern "C" __global__ void MOK_GEMM_ATTRIBUTES __launch_bounds__(mok::cuda::gemm::TargetArch::kThreads, 1)      \
       mok_##name(const __grid_constant__ CallSet set, const __grid_constant__ Launch launch,                      \
-                 const __grid_constant__ mok::cuda::gemm::Maps maps MOK_TRACE_PARAMETER) {                        \
+                 const __grid_constant__ mok::cuda::gemm::MapsOf<Stages> maps MOK_TRACE_PARAMETER) {              \
     mok::cuda::gemm::run_gemm_kernel<mok::cuda::gemm::TargetArch, Stages, kGroup>(set, launch,                    \
                                                                                   maps MOK_TRACED(, trace_sink)); \
   }

@@ -60,10 +60,10 @@ struct alignas(1024) Shared {
   static_assert(sizeof(Help) <= sizeof(Arch::Scratch::staging));
 };
 
-// Tensor maps by Matrix (stages/grouped_gemm.h), one set a rank.
-constexpr int kNumMatrices = static_cast<int>(Matrix::w_shared_down) + 1;
+// Tensor maps by Matrix (stages/matrices.h), one set per rank.
+template <int kNumMaps>
 struct Maps {
-  TensorMap maps[kMaxLocalRanks][kNumMatrices];
+  TensorMap maps[kMaxLocalRanks][kNumMaps];
 };
 
 // The next task, by one thread or by a warp. Every reader frees the slot for itself.
