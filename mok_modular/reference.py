@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .full_precision import full_precision
 from .stages import (
     combine,
     dispatch,
@@ -60,6 +61,7 @@ def moe(
     return moe_ranks([x], [expert_ids], [router_weights], *weights, swiglu_limit, row_block=1)[0]
 
 
+@full_precision()
 def moe_ranks(
     xs: Sequence[Tensor],
     expert_ids: Sequence[Tensor],
@@ -140,6 +142,7 @@ class LayerGradients(NamedTuple):
     shared_down: Tensor | None
 
 
+@full_precision()
 def layer_backward(
     d_outputs: Sequence[Tensor],
     xs: Sequence[Tensor],
@@ -260,6 +263,7 @@ def _as_the_library(
     return gradients
 
 
+@full_precision()
 def experts_backward(
     d_rows: Tensor,
     row_weights: Tensor,
@@ -288,6 +292,7 @@ def experts_backward(
     )
 
 
+@full_precision()
 def shared_expert_backward(
     d_output: Tensor,
     x: Tensor,

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .full_precision import full_precision
 from .reference import LayerGradients, _shared_expert, shared_expert_backward
 from .stages import (
     combine,
@@ -38,6 +39,7 @@ Segments = tuple[Tensor, Tensor]
 """segment_start and segment_num_rows of a rank."""
 
 
+@full_precision()
 def moe_ranks(
     xs: Sequence[Tensor],
     expert_ids: Sequence[Tensor],
@@ -69,6 +71,7 @@ def moe_ranks(
 
 
 @torch.no_grad()
+@full_precision()
 def layer_backward(
     d_outputs: Sequence[Tensor],
     xs: Sequence[Tensor],

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mok_modular.full_precision import no_autocast
 from mok_modular.plan import STAGES, WINDOWED_STAGES
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class Swap:
 
         def run() -> bool:
             try:
-                with torch.no_grad():
+                with torch.no_grad(), no_autocast(), self.shared.group.as_rank(rank):
                     work(function, Window(self, rank, generation or 0))
             except BaseException as error:  # SystemExit too: raised again on its own rank when all have stopped
                 what = "" if stage == name else f" for {stage}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mok_modular.full_precision import full_precision
 from mok_modular.ops import TILE
 from mok_modular.targets import host_stage
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 BLOCK = 32
 
 
+@full_precision()
 def reference(rows: Tensor, segment_start: Tensor, segment_num_rows: Tensor) -> Tensor:
     """Returns the values of ``rows`` [num_rows, W] after MXFP8 quantization along the rows, [num_rows, W].
 
@@ -67,6 +69,7 @@ def launch(
     return out
 
 
+@full_precision()
 def round_trip(values: Tensor, dim: int = -1) -> Tensor:
     """Bfloat16 values after MXFP8 quantization with blocks of 32 along `dim`, whose size is a multiple of 32."""
     blocks = values.movedim(dim, -1).unflatten(-1, (-1, BLOCK)).double()  # every step below is exact in float64

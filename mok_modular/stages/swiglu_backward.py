@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mok_modular.full_precision import full_precision
 from mok_modular.targets import host_stage
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ NUM_COLUMNS = 32
 """Columns of h that make one partial sum of d_router."""
 
 
+@full_precision()
 def reference(
     d_hidden: Tensor,
     gate: Tensor,
