@@ -157,6 +157,9 @@ class CallerState:
             yield
 
 
+_PROFILER = "_ZN5torch8autograd8profiler"  # torch::autograd::profiler::
+
+
 @contextmanager
 def _profiled() -> Iterator[None]:
     """This thread's operators go to the profile that another thread has begun.
@@ -164,11 +167,10 @@ def _profiled() -> Iterator[None]:
     torch has the functions for that in C++ (torch/csrc/autograd/profiler_kineto.h) and not in Python.
     """
     library = ctypes.CDLL(torch._C.__file__)  # symbols of what it is linked to are found too
-    prefix = "_ZN5torch8autograd8profiler"
     try:
-        is_enabled = library[f"{prefix}29isProfilerEnabledInMainThreadEv"]
-        enable = library[f"{prefix}27enableProfilerInChildThreadEv"]
-        disable = library[f"{prefix}28disableProfilerInChildThreadEv"]
+        is_enabled = library[f"{_PROFILER}29isProfilerEnabledInMainThreadEv"]
+        enable = library[f"{_PROFILER}27enableProfilerInChildThreadEv"]
+        disable = library[f"{_PROFILER}28disableProfilerInChildThreadEv"]
     except AttributeError:
         warnings.warn(
             f"the members of a LocalGroup are not in this profile: torch {torch.__version__} has no "

@@ -33,7 +33,9 @@ BUSY_PATIENCE_S = 2.0
 MAX_TURN_S = 60.0
 """How long a member that computes keeps its turn: it may be polling for what another member does."""
 IDLE_FRACTION = 0.05
-"""Who uses a smaller part of a core than this waits."""
+"""A thread that uses a smaller part of a core waits."""
+BUSY_FRACTION = 0.25
+"""In a process that uses a larger part of a core, some thread computes."""
 
 
 class Turn:
@@ -69,10 +71,11 @@ class _Window:
 
     turn: Turn
     number: int  # of the turn
-    begin: float
-    thread_s: float
-    process_s: float
     turn_begin: float
+    begin: float
+    process_s: float
+    thread_s: float
+    num_preempted: int
 
 
 class Turns:
@@ -96,6 +99,8 @@ class Turns:
         with self.lock:
             if caller is not None:
                 self._drop(caller)
+                caller.is_away = True
+                caller.count_own_time(True)
             elif not self._turns:
                 self._outside = ProcessState.save()
             for turn in turns:
@@ -216,22 +221,23 @@ class Turns:
         thread = holder.thread
         if thread is None:  # it is being started
             return False
-        now, process_s = time.monotonic(), time.process_time()
-        thread_s = _thread_time(thread)
+        now, process_s, thread_s = time.monotonic(), time.process_time(), _thread_time(thread)
+        state, num_preempted = _scheduling(thread)
         window = self._window
         if window is None or window.turn is not holder or window.number != self._num_grants:
-            window = self._window = _Window(holder, self._num_grants, now, thread_s, process_s, now)
+            window = self._window = _Window(holder, self._num_grants, now, now, process_s, thread_s, num_preempted)
         if now - window.turn_begin > MAX_TURN_S:
             return True
         elapsed = now - window.begin
-        patience_s = BUSY_PATIENCE_S if process_s - window.process_s > 0.25 * elapsed else PATIENCE_S
-        is_idle = thread_s - window.thread_s <= IDLE_FRACTION * elapsed
-        if is_idle and elapsed < patience_s:
+        # Where other processes have the cores, who computes may use next to nothing: it is preempted then, or runnable.
+        wants_cpu = state in ("R", "D") or num_preempted > window.num_preempted
+        if wants_cpu or thread_s - window.thread_s > IDLE_FRACTION * elapsed:
+            self._window = replace(
+                window, begin=now, process_s=process_s, thread_s=thread_s, num_preempted=num_preempted
+            )
             return False
-        if is_idle and not _is_runnable(thread):
-            return True
-        self._window = _Window(holder, window.number, now, thread_s, process_s, window.turn_begin)
-        return False
+        is_process_busy = process_s - window.process_s > BUSY_FRACTION * elapsed
+        return elapsed >= (BUSY_PATIENCE_S if is_process_busy else PATIENCE_S)
 
     # ---- with the lock held ----
 
@@ -273,13 +279,14 @@ def _thread_time(thread: threading.Thread) -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
-def _is_runnable(thread: threading.Thread) -> bool:
-    """Whether the thread wants a core that others have, or waits for a disk: as far as /proc tells."""
+def _scheduling(thread: threading.Thread) -> tuple[str, int]:
+    """A thread's state (R: runnable, D: waits for a disk, S: sleeps) and how often it was preempted, as /proc tells."""
     try:
-        status = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
+        text = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
     except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] in "RD"
+        return "", 0
+    lines = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    return lines.get("State", "?").split()[0], int(lines.get("nonvoluntary_ctxt_switches", 0))
 
 
 # ---- stopping a thread ----
