@@ -142,11 +142,11 @@ def test_python_and_numpy_generators() -> None:
         found.append(random.random())
         for n in range(3):  # NumPy makes normal numbers two at a time and keeps the second
             found.append(np.random.normal())
-            if n == 0 and member.rank() == R - 1:  # others wait: its state is saved, and nothing else installed
+            if n == 0 and member.rank() == R - 2:  # the others wait: its state is saved, and no other is installed
                 LocalGroup(1).run(lambda _: None)
             else:
                 meet_twice(member)
-        if member.rank() == R - 1:
+        if member.rank() == R - 2:
             meet_twice(member)
         return [*found, np.random.rand()]
 
