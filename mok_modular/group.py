@@ -114,7 +114,7 @@ class LocalGroup:
         """
         results: list[Any] = [None] * self._size
         errors: list[BaseException | None] = [None] * self._size
-        if torch.device(self.device).type == "cuda":
+        if torch.device(self.device).type == "cuda" and torch.cuda.is_available():
             torch.cuda.init()  # seeds that members set before it would all be used when the first one initialises it
         caller_state = CallerState()
         caller = current_turn()
@@ -133,6 +133,8 @@ class LocalGroup:
             self._local.run_idx, self._local.rank = run_idx, rank
             TURNS.enter(turns[rank])
             try:
+                if self._run_idx != run_idx:  # interrupted before its first turn
+                    raise MoKPeerError("interrupted")
                 with caller_state.applied():
                     results[rank] = fn(self.members[rank])
                 self._finish(run_idx, rank, "returned")

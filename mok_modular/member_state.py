@@ -143,7 +143,8 @@ class CallerState:
         """The same for the thread that runs the block, a new one."""
         with ExitStack() as stack:
             if self._stream is not None:
-                torch.cuda.set_stream(self._stream)  # and its device
+                torch.cuda.set_device(self._stream.device)
+                torch.cuda.set_stream(self._stream)
             if self._is_profiled:
                 stack.enter_context(_profiled())
             stack.enter_context(torch.inference_mode(self._is_inference))
