@@ -102,7 +102,7 @@ def test_ctrl_c_while_others_wait_for_their_turn(
     workload: Workload, ctrl_c: Callable[[threading.Event], None], how: str
 ) -> None:
     """They do not begin any more. Who has the turn and computes is left behind."""
-    group = LocalGroup(3)
+    group = LocalGroup(4)
     running, go_on = threading.Event(), threading.Event()
     begun: list[int] = []
 
