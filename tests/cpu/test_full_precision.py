@@ -11,7 +11,8 @@ import torch
 from helpers import SMALL_RING, call, make_workload, workspace_for
 from torch import Tensor
 
-from mok_modular import LocalGroup, MoKConfig, reference, reference_mxfp8, stages
+from mok_modular import LocalGroup, MoKConfig, reference, stages
+from mok_modular.reference import mxfp8 as reference_mxfp8
 from mok_modular.testing import Workload
 
 DTYPES = (torch.bfloat16, torch.float32)

@@ -22,7 +22,8 @@ from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from mok_modular import LocalGroup, MoE, MoKConfig, MoKPeerError, MoKTimeoutError, member_state, turns
+from mok_modular import LocalGroup, MoE, MoKConfig, MoKPeerError, MoKTimeoutError
+from mok_modular.ranks import member_state, turns
 
 R = 4
 
