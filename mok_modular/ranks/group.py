@@ -231,7 +231,7 @@ class LocalGroup:
                 this.see_ended(self._outcomes, self._num_calls)
             is_waiting = not this.is_over()
             if is_waiting:
-                this.waiting[rank] = (timeout_s, [each.own_s() for each in self._turns])
+                this.waiting[rank] = timeout_s
             else:
                 self._announce(this)
         if is_waiting:

@@ -14,12 +14,13 @@ from mok_modular.protocol.errors import MoKPeerError, MoKTimeoutError
 class Round:
     """One collective call of every rank.
 
-    arrivals: name of the call and what the rank brings, by rank. waiting: of the ranks that wait here, their
-    start_timeout_s and the own seconds of all ranks (Turn.own_s) when the wait began.
+    arrivals: name of the call and what the rank brings, by rank. waiting: start_timeout_s of the ranks that wait here.
+    begin_s: the own seconds of all ranks (Turn.own_s) when `late_ranks` first saw a rank waiting.
     """
 
     arrivals: dict[int, tuple[str, Any]] = field(default_factory=dict)
-    waiting: dict[int, tuple[float, list[float]]] = field(default_factory=dict)
+    waiting: dict[int, float] = field(default_factory=dict)
+    begin_s: dict[int, Sequence[float]] = field(default_factory=dict)
     is_checked_later: bool = True
     results: list[Any] | None = None
     error: Callable[[int], Exception] | None = None
@@ -61,8 +62,9 @@ class Round:
     def late_ranks(self, own_s: Sequence[float]) -> list[int]:
         """The ranks that have not come although they had more time of their own than a waiting rank's start_timeout_s;
         then the round ends with a MoKTimeoutError."""
-        for timeout_s, begin_s in self.waiting.values():
-            missing = [rank for rank in range(len(own_s)) if rank not in self.arrivals]
+        missing = [rank for rank in range(len(own_s)) if rank not in self.arrivals]
+        for waiting, timeout_s in self.waiting.items():
+            begin_s = self.begin_s.setdefault(waiting, own_s)
             late = [rank for rank in missing if own_s[rank] - begin_s[rank] >= timeout_s]
             if timeout_s > 0 and late:
                 self._time_out(late, timeout_s)
