@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as fwAD
 from torch import Tensor, nn
 
 from mok_modular import ops_layer
@@ -135,16 +136,14 @@ class MoE(nn.Module):
         state = self._state
         expert_ids = expert_ids.contiguous()
         schedule = ops_layer.build_schedule(expert_ids, state.handle)
-        output, *_ = ops_layer.forward(
-            x.contiguous(),
-            router_weights.contiguous(),
-            *weights,
-            list(schedule),
-            expert_ids,
-            state.handle,
-            needs_grad,
-            state.main_grads is not None,
-        )
+        has_main_grads = state.main_grads is not None
+        tensors = (x.contiguous(), router_weights.contiguous(), *weights)
+        if torch._C._are_functorch_transforms_active() or fwAD._current_level >= 0:
+            output, *_ = ops_layer.FunctionalForward.apply(state, needs_grad, has_main_grads, expert_ids, state.handle, *tensors, *schedule)
+            return output
+        output, *_ = ops_layer.forward(*tensors, list(schedule), expert_ids, state.handle, needs_grad, has_main_grads)
+        if not torch.compiler.is_compiling() and output.grad_fn is not None:
+            output.grad_fn.state = state  # the layer may go before its backward comes
         return output
 
     def _weights(self) -> tuple[Tensor | None, ...]:

@@ -208,6 +208,8 @@ def _(
 NUM_DIFFERENTIABLE = 8
 """The first inputs of forward: x, router_weights, the six weights. The gradients stand in the same order."""
 
+NUM_SCHEDULE_FIELDS = len(MoKSchedule.__dataclass_fields__)
+
 
 @torch.library.custom_op("mok_modular::backward", mutates_args=())
 def backward(
@@ -275,27 +277,97 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.has_main_grads = inputs[12]
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*tensors, *schedule, *output[1:], handle)
-    if type(handle) is Tensor:  # not while a compiler traces
-        ctx.state = state_of(handle)  # the layer may go before its backward comes
+
+
+def _gradients(ctx: Any, run: Callable[..., Any], d_output: Tensor, is_needed: tuple[bool, ...]) -> list[Tensor | None]:
+    """The gradients of the first NUM_DIFFERENTIABLE inputs, by `run`; None for those that are not needed."""
+    saved = ctx.saved_tensors
+    tensors, rest, handle = saved[:NUM_DIFFERENTIABLE], saved[NUM_DIFFERENTIABLE:-1], saved[-1]
+    schedule, context = list(rest[:NUM_SCHEDULE_FIELDS]), list(rest[NUM_SCHEDULE_FIELDS:])
+    gradients = run(d_output.contiguous(), *tensors, schedule, context, handle, ctx.has_main_grads)
+    return [
+        gradient if needed and not (ctx.has_main_grads and i >= 2) else None
+        for i, (gradient, needed) in enumerate(zip(gradients, is_needed, strict=False))
+    ]
 
 
 def _differentiate(ctx: Any, d_output: Tensor, *_: Any) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors
-    tensors, rest, handle = saved[:NUM_DIFFERENTIABLE], saved[NUM_DIFFERENTIABLE:-1], saved[-1]
-    num_fields = len(MoKSchedule.__dataclass_fields__)
-    gradients = backward(
-        d_output.contiguous(),
-        *tensors,
-        list(rest[:num_fields]),
-        list(rest[num_fields:]),
-        handle,
-        ctx.has_main_grads,
-    )
-    needed = [
-        gradient if is_needed and not (ctx.has_main_grads and i >= 2) else None
-        for i, (gradient, is_needed) in enumerate(zip(gradients, ctx.needs_input_grad, strict=False))
-    ]
-    return *needed, [None] * num_fields, None, None, None, None
+    gradients = _gradients(ctx, backward, d_output, ctx.needs_input_grad)
+    return *gradients, [None] * NUM_SCHEDULE_FIELDS, None, None, None, None
+
+
+def _refuse_second(ctx: Any, *_: Any) -> Any:
+    raise NotImplementedError("a MoE layer has first derivatives only, not the gradient of a gradient")
+
+
+def _refuse_vmap(*_: Any) -> Any:
+    raise NotImplementedError("a MoE layer cannot be vmapped: its calls are collective; flatten the batch into tokens")
 
 
 forward.register_autograd(_differentiate, setup_context=_save)
+backward.register_autograd(_refuse_second)
+for _operator in (build_schedule, forward, backward):
+    _operator.register_vmap(_refuse_vmap)
+
+
+# ---- torch.func ----
+
+
+class _ReverseMode(torch.autograd.Function):
+    """torch.func wants a Function with a setup_context, which an operator's own gradient does not have.
+
+    What an operator would drop without a word raises NotImplementedError here: forward-mode derivatives.
+    """
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(
+            "a MoE layer has no forward-mode derivatives (torch.func.jvp, jacfwd, torch.autograd.forward_ad)"
+        )
+
+    @staticmethod
+    def vmap(*_: Any) -> Any:
+        return _refuse_vmap()
+
+
+class FunctionalForward(_ReverseMode):
+    """output, *context = FunctionalForward.apply(state, saves_context, has_main_grads, expert_ids, handle, *tensors,
+    *schedule): `forward` under torch.func. The tensors are its first NUM_DIFFERENTIABLE inputs."""
+
+    @staticmethod
+    def forward(state: LayerState, saves_context: bool, has_main_grads: bool, *tensors: Any) -> tuple[Tensor, ...]:
+        ids, handle, *rest = tensors
+        inputs, schedule = rest[:NUM_DIFFERENTIABLE], rest[NUM_DIFFERENTIABLE:]
+        return forward(*inputs, schedule, ids, handle, saves_context, has_main_grads)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.state, saves_context, has_main_grads, ids, handle, *rest = inputs
+        tensors, schedule = rest[:NUM_DIFFERENTIABLE], rest[NUM_DIFFERENTIABLE:]
+        _save(ctx, (*tensors, schedule, ids, handle, saves_context, has_main_grads), output)
+
+    @staticmethod
+    def backward(ctx: Any, *d_outputs: Any) -> tuple[Any, ...]:
+        def run(*inputs: Any) -> Any:
+            *tensors, schedule, context, handle, has_main_grads = inputs
+            return _FunctionalBackward.apply(has_main_grads, handle, *tensors, *schedule, *context)
+
+        _, _, _, _, _, *needs = ctx.needs_input_grad
+        gradients = _gradients(ctx, run, d_outputs[0], tuple(needs[:NUM_DIFFERENTIABLE]))
+        return None, None, None, None, None, *gradients, *[None] * NUM_SCHEDULE_FIELDS
+
+
+class _FunctionalBackward(_ReverseMode):
+    """`backward` under torch.func."""
+
+    @staticmethod
+    def forward(has_main_grads: bool, handle: Tensor, *tensors: Any) -> Any:
+        inputs, rest = tensors[: 1 + NUM_DIFFERENTIABLE], tensors[1 + NUM_DIFFERENTIABLE :]
+        schedule, context = list(rest[:NUM_SCHEDULE_FIELDS]), list(rest[NUM_SCHEDULE_FIELDS:])
+        return backward(*inputs, schedule, context, handle, has_main_grads)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    backward = staticmethod(_refuse_second)
