@@ -9,12 +9,13 @@ import torch
 import torch.autograd.forward_ad as fwAD
 from torch import Tensor, nn
 
-from mok_modular import ops_layer
-from mok_modular.calls import check_mxfp8_sizes
-from mok_modular.config import MAX_TOPK, MoEShape, MoKConfig
-from mok_modular.group import as_member
-from mok_modular.precision import PRECISIONS
-from mok_modular.workspace import Workspace
+from mok_modular import torch_ops
+from mok_modular.calls.checks import check_mxfp8_sizes
+from mok_modular.calls.precision import PRECISIONS
+from mok_modular.calls.workspace import Workspace
+from mok_modular.protocol.config import MoKConfig
+from mok_modular.protocol.shapes import MAX_TOPK, MoEShape
+from mok_modular.ranks.group import as_member
 
 
 class MoE(nn.Module):
@@ -81,7 +82,7 @@ class MoE(nn.Module):
         self.precision = precision
         self.swiglu_limit = swiglu_limit
         self._is_on_cpu = torch.device(self.member.group.device).type == "cpu"
-        self._state = ops_layer.LayerState(
+        self._state = torch_ops.LayerState(
             self.member,
             self.config,
             hidden_size,
@@ -135,13 +136,13 @@ class MoE(nn.Module):
             raise RuntimeError("there is no backward on GPUs yet: call the layer under torch.no_grad()")
         state = self._state
         expert_ids = expert_ids.contiguous()
-        schedule = ops_layer.build_schedule(expert_ids, state.handle)
+        schedule = torch_ops.build_schedule(expert_ids, state.handle)
         has_main_grads = state.main_grads is not None
         tensors = (x.contiguous(), router_weights.contiguous(), *weights)
         if torch._C._are_functorch_transforms_active() or fwAD._current_level >= 0:
-            output, *_ = ops_layer.FunctionalForward.apply(state, needs_grad, has_main_grads, expert_ids, state.handle, *tensors, *schedule)
+            output, *_ = torch_ops.FunctionalForward.apply(state, needs_grad, has_main_grads, expert_ids, state.handle, *tensors, *schedule)
             return output
-        output, *_ = ops_layer.forward(*tensors, list(schedule), expert_ids, state.handle, needs_grad, has_main_grads)
+        output, *_ = torch_ops.forward(*tensors, list(schedule), expert_ids, state.handle, needs_grad, has_main_grads)
         if not torch.compiler.is_compiling() and output.grad_fn is not None:
             output.grad_fn.state = state  # the layer may go before its backward comes
         return output
@@ -157,7 +158,7 @@ class MoE(nn.Module):
         return self._state.num_local_tokens
 
     @property
-    def recorders(self) -> list[ops_layer.Recorder]:
+    def recorders(self) -> list[torch_ops.Recorder]:
         """Who is told what a forward routes by; see `capture_routing`."""
         return self._state.recorders
 
