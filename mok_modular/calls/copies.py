@@ -48,7 +48,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     """
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     first = 0
-    for part in tensor.detach().flatten().view(torch.int16).split(_CHUNK):
+    for part in tensor.detach().flatten().view(torch.int16).split(CHUNK):
         places = torch.arange(first, first + len(part), device=tensor.device)
         mixed = (places + 1) * -7046029254386353131  # splitmix64: its increment, and one step of its output
         mixed = (mixed ^ ((mixed >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
@@ -57,5 +57,5 @@ def fingerprint(tensor: Tensor) -> Tensor:
     return total
 
 
-_CHUNK = 1 << 24
+CHUNK = 1 << 24
 """Elements at a time: what is computed from them is four times as large as they are."""

@@ -370,8 +370,8 @@ std::vector<std::tuple<int, int, int, int, int>> ring_table(const Shape& shape, 
 
 NB_MODULE(_host, m) {
   m.doc() = "The host target: stage code compiled for the CPU, run by fibers or threads.";
-  // A traceback or an autograd graph that is alive at exit holds a workspace: torch frees no Python object of a graph
-  // while the interpreter shuts down. nanobind takes that for a leak, so its check is for tests that hold nothing.
+  // torch frees no Python object of an autograd graph while the interpreter shuts down, so a graph that is alive at exit,
+  // as a global or in the frames of a traceback, keeps its workspace. That is no leak: nanobind's check is for our tests.
   nb::set_leak_warnings(std::getenv("MOK_LEAK_WARNINGS") != nullptr);
   bind_shape(m);
   nb::class_<Workspace>(m, "Workspace")
