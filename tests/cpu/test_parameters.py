@@ -6,7 +6,6 @@ import copy
 import pickle
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -153,9 +152,9 @@ def test_fake_tensors() -> None:
 # ---- DTensors, in processes ----
 
 
-def _on_two_processes(folder: Path, check: Callable[[int, Path], None]) -> None:
+def test_dtensors_and_checkpoints_of_processes(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_body, args=(rank, folder, check)) for rank in range(2)]
+    processes = [context.Process(target=_body, args=(rank, tmp_path)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:
@@ -163,10 +162,11 @@ def _on_two_processes(folder: Path, check: Callable[[int, Path], None]) -> None:
     assert [process.exitcode for process in processes] == [0, 0]
 
 
-def _body(rank: int, folder: Path, check: Callable[[int, Path], None]) -> None:
+def _body(rank: int, folder: Path) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     try:
-        check(rank, folder)
+        _check_dtensors(rank, folder)
+        _check_checkpoints(rank, folder)
     except BaseException:
         traceback.print_exc()
         sys.exit(1)
@@ -224,11 +224,6 @@ def _check_checkpoints(rank: int, folder: Path) -> None:
     else:
         with pytest.raises(RuntimeError, match="holds experts 0 to 3 of 8, this rank holds experts 4 to 7 of 8"):
             layer.load_state_dict(read["layer"])
-
-
-@pytest.mark.parametrize("check", [_check_dtensors, _check_checkpoints])
-def test_dtensors_and_checkpoints_of_processes(check: Callable[[int, Path], None], tmp_path: Path) -> None:
-    _on_two_processes(tmp_path, check)
 
 
 # ---- state dicts ----
