@@ -223,14 +223,14 @@ def step(member):
     model = models[member.rank()]
     losses = []
     for run in (model, torch.compile(model, backend="aot_eager")):
-        for count in (30, 29, 28):
+        for count in (30, 29):
             x = torch.randn(count, 64, generator=torch.Generator().manual_seed(count)).bfloat16().requires_grad_()
             loss = run(x).float().square().sum()
             loss.backward()
             losses.append((loss.item(), x.grad.float().sum().item()))
-    assert losses[:3] == losses[3:]
+    assert losses[:2] == losses[2:]
 group = mok.LocalGroup(2)
-models = [nn.Sequential(*(Block(member) for _ in range(3))) for member in group.members]
+models = [nn.Sequential(*(Block(member) for _ in range(2))) for member in group.members]
 group.run(step)
 """
 
