@@ -237,17 +237,12 @@ def train_rank(model: TinyMoE, options: Options, tell: Callable[[str], None]) ->
 def train(options: Options, tell: Callable[[str], None] = lambda _: None) -> Report:
     """Trains on `options.num_ranks` CPU ranks; `tell` gets a line now and then."""
 
-    group = mok.LocalGroup(options.num_ranks)
-    models = []
-    for member in group.members:  # in turn: threads would share torch's generator
-        torch.manual_seed(options.seed)
-        models.append(TinyMoE(member, options))
-
     def rank_main(member: mok.LocalMember) -> Report:
-        rank = member.rank()
-        return train_rank(models[rank], options, tell if rank == 0 else lambda _: None)
+        torch.manual_seed(options.seed)  # what every rank has a copy of starts equal
+        model = TinyMoE(member, options)
+        return train_rank(model, options, tell if member.rank() == 0 else lambda _: None)
 
-    return group.run(rank_main)[0]
+    return mok.LocalGroup(options.num_ranks).run(rank_main)[0]
 
 
 def parse_options() -> tuple[Options, argparse.Namespace]:
@@ -257,9 +252,7 @@ def parse_options() -> tuple[Options, argparse.Namespace]:
     parser.add_argument("--ranks", type=int, default=2, help="CPU ranks (default %(default)s)")
     parser.add_argument("--mode", default="fused", help="fused, split or a plan string (default %(default)s)")
     parser.add_argument("--precision", choices=("bf16", "mxfp8"), default="bf16", help="of the experts' products")
-    parser.add_argument(
-        "--threads", type=int, default=2, help="CPU threads of all ranks together (default %(default)s)"
-    )
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads; ranks take turns (default %(default)s)")
     parser.add_argument("--capture", metavar="FILE", help="write the routing of the last steps to FILE")
     parser.add_argument("--json", action="store_true", help="print one JSON object; progress goes to stderr")
     args = parser.parse_args()
@@ -275,7 +268,7 @@ def main() -> int:
     options, args = parse_options()
     log = sys.stderr if args.json else sys.stdout
     start = time.perf_counter()
-    torch.set_num_threads(max(1, args.threads // options.num_ranks))
+    torch.set_num_threads(args.threads)
     report = train(options, lambda text: print(text, file=log, flush=True))
     elapsed_s = time.perf_counter() - start
     is_learned = report.initial_loss > INITIAL_LOSS_ABOVE and report.final_loss < FINAL_LOSS_BELOW

@@ -7,25 +7,23 @@ that a run reads, without a GPU and without a CUDA toolkit.
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from mok_modular.protocol.config import MoKConfig
+from mok_modular.protocol.extension import ExtensionError, extension
 from mok_modular.protocol.plan import WINDOWED_STAGES, Plan
 from mok_modular.targets.cuda import device as cuda_device
-from mok_modular.targets.cuda import nvrtc
+from mok_modular.targets.cuda.arch import ARCHES, arch_named
 
-TARGETS = ("host", "sm_90a")
+TARGETS = ("host", *(arch.name for arch in ARCHES))
 """The targets that this version has."""
-
-REINSTALL = "install the package again with a C++20 compiler on PATH: pip install --force-reinstall --no-deps ."
 
 
 @dataclass(frozen=True)
 class BuildInfo:
-    """How a target was compiled. `build_hash` stands for sources, flags and compiler together."""
+    """How a target was compiled. `build_hash`: of the sources below csrc/."""
 
     target: str
     compiler: str
@@ -35,7 +33,11 @@ class BuildInfo:
 
 
 class BuildError(RuntimeError):
-    """A target cannot be used; the text says why and how to mend it."""
+    """A target cannot be used: `reason`, and `mend`, which says what helps."""
+
+    def __init__(self, reason: str, mend: str) -> None:
+        super().__init__(f"{reason}; {mend}")
+        self.reason, self.mend = reason, mend
 
 
 def check_target(target: str) -> str:
@@ -54,10 +56,10 @@ def host_build_info() -> BuildInfo:
     Raises BuildError if it is missing or does not load.
     """
     try:
-        host = importlib.import_module("mok_modular._host")
-        info = host.build_info()
-    except (ImportError, AttributeError) as error:
-        raise BuildError(f"the host extension does not load ({error}); {REINSTALL}") from error
+        host = extension()
+    except ExtensionError as error:
+        raise BuildError(error.reason, error.mend) from error
+    info = host.build_info()
     flags = info["flags"]
     return BuildInfo(
         target="host",
@@ -86,11 +88,10 @@ def compile_plans(target: str, plans: list[Plan], tell: Callable[[str], None]) -
     Raises ValueError for another target or a plan without kernels there, ImportError where NVRTC is missing,
     nvrtc.CompileError where it refuses a source.
     """
-    if target != cuda_device.ARCH:
-        raise ValueError(f"target {target!r} is not compiled at run time; {cuda_device.ARCH} is")
+    arch = arch_named(target)
     wanted: set[str | int] = {"schedule"}
     for plan in plans:
-        cuda_device.check_plan(MoKConfig(mode=str(plan)))
+        cuda_device.check_plan(MoKConfig(mode=str(plan)), arch)
         wanted |= {cuda_device.kernel_of(launch.stages) for launch in plan.launches(1, has_shared=True)}
     kernels = [(kernel, "") for kernel in (*cuda_device.COPY_KERNELS.values(), cuda_device.GEMM_KERNEL)]
     for mask in sorted(each for each in wanted if isinstance(each, int)):
@@ -102,7 +103,7 @@ def compile_plans(target: str, plans: list[Plan], tell: Callable[[str], None]) -
         if not stages_held and not wanted.intersection(names):
             continue
         tell(f"{target}: {kernel.source}" + (f" ({stages_held})" if stages_held else ""))
-        cubin = nvrtc.compile_kernel(cuda_device.ARCH, kernel, cuda_device.DEFINE)
+        cubin = cuda_device.compile_kernel(arch, kernel)
         remarks = _ptxas_remarks(cubin.log)
         report += [
             CompiledKernel(

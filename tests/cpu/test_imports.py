@@ -23,7 +23,7 @@ PACKAGE = "mok_modular"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("protocol",),
-    ("config", "ops", "ranks"),
+    ("config", "full_precision", "ops", "ranks"),
     ("swap",),
     ("targets",),
     ("calls",),

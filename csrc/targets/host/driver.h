@@ -46,25 +46,11 @@ bool run_tile(const Args& args, Worker& worker, const TaskOfStage& task) {
   return true;
 }
 
-// The loop of each kind of matrix product.
-template <Stage kStage>
-void multiply_tile(const Call& call, Worker& worker, const Task& task, GroupedGemm<kStage>) {
-  host::gemm_tile<GroupedGemm<kStage>>(call, worker, task);
-}
-template <Stage kStage>
-void multiply_tile(const Call& call, Worker& worker, const Task& task, GroupedDgrad<kStage>) {
-  host::dgrad_tile<GroupedDgrad<kStage>>(call, worker, task);
-}
-template <bool kIsShared>
-void multiply_tile(const Call& call, Worker& worker, const Task& task, WgradOf<kIsShared>) {
-  host::wgrad_tile<WgradOf<kIsShared>>(call, worker, task);
-}
-
 template <class S>
 bool run_gemm(const Args& args, Worker& worker, const Task& task) {
   Signals<Worker> signals(args, worker);
   if (!S::needs(args, task, signals)) return false;
-  multiply_tile(args.call, worker, task, S{});
+  host::gemm_tile<S>(args.call, worker, task);
   const Cost cost = S::cost(args.call, task);
   worker.count(S::kStage, cost);
   worker.trace_work(cost);
