@@ -50,7 +50,7 @@ template <bool kHasSwigluValue, class... S>
 struct StageSet {
   static constexpr bool kHasSwiglu = kHasSwigluValue;
   static constexpr bool kIsBackward = (S::kIsBackward || ...), kHasSums = (S::kHasSums || ...);
-  static constexpr Major kMajorB = (S::kMajorB == Major::mn || ...) ? Major::mn : Major::k;
+  static constexpr Major kMajorB = ((S::kMajorB == Major::mn) || ...) ? Major::mn : Major::k;
   static_assert(((S::kMajorB == kMajorB) && ...), "one kernel, one form of B");
   // The products whose code turns accumulators into planes.
   using Epilogues = decltype(unique(TypeList<>(), typename S::Epilogue()...));
