@@ -146,11 +146,12 @@ class LocalGroup:
             except BaseException as error:
                 errors[rank] = error
                 self._finish(run_idx, rank, RuntimeError(repr(error)))
-            with self._lock:
-                num_running -= 1
-                if num_running == 0:
-                    all_ended.set()
-            TURNS.end(turns[rank])
+            finally:
+                with self._lock:
+                    num_running -= 1
+                    if num_running == 0:
+                        all_ended.set()
+                TURNS.end(turns[rank])
 
         threads = [
             threading.Thread(
