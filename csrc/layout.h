@@ -113,12 +113,15 @@ struct Shape {
   bool is_pull_combine = false;
   bool is_minibatch_grain = false;  // signals of x_ready and y_ready: per minibatch slot
   bool is_serial_ring = false;
-  bool has_backward = false;        // the workspace has regions and counters for a backward
-  bool has_mxfp8_operands = false;  // see is_mxfp8()
-  bool has_mxfp8_wire = false;      // see is_mxfp8_wire()
+  bool has_backward = false;                          // the workspace has regions and counters for a backward
+  bool has_mxfp8_operands = false;                    // see is_mxfp8()
+  bool has_mxfp8_wire = false;                        // see is_mxfp8_wire()
+  unsigned char wgrad_col_blocks = kWgradCols / 128;  // see wgrad_cols()
 
   // A constant of the target where it has only one: divisions by it are then shifts.
   MOK_DEVICE int32 row_block() const { return MOK_ROW_BLOCK ? MOK_ROW_BLOCK : row_block_rows; }
+  // Columns of a weight gradient's tile on the target that runs the call: the host reserves the carry of a GPU too.
+  MOK_DEVICE int32 wgrad_cols() const { return MOK_ROW_BLOCK ? kWgradCols : 128 * wgrad_col_blocks; }
   // The routed experts' products have MXFP8 operands. A constant where a target compiles kernels for each type.
   MOK_DEVICE bool is_mxfp8() const { return MOK_MXFP8 && has_mxfp8_operands; }
   // Tokens are quantized at their source and travel as bytes and scales.
@@ -181,10 +184,10 @@ enum class Region : int32 {
   router_partials,  // float [ring_rows, I / 32]   a row's d_router by groups of columns
   shared_d_gate,    // bf16 [max_tokens, S]
   shared_d_up,      // bf16 [max_tokens, S]
-  carry,            // float [tiles, 128, 128]     weight gradients of the expert that goes on in the next macrobatch
-  counters,         // Word [2 banks, ...]           signals inside a rank, tickets
-  epochs,           // Epochs
-  histogram,        // int32 [R * (chunks + 1), E]   schedule only: prefixes by chunk, then totals
+  carry,      // float [tiles, 128, wgrad_cols]  weight gradients of the expert that goes on in the next macrobatch
+  counters,   // Word [2 banks, ...]           signals inside a rank, tickets
+  epochs,     // Epochs
+  histogram,  // int32 [R * (chunks + 1), E]   schedule only: prefixes by chunk, then totals
   kCount,
 };
 constexpr int kNumRegions = static_cast<int>(Region::kCount);
@@ -263,13 +266,13 @@ constexpr bool is_cross_rank(Edge edge) { return edge <= Edge::y_arrived; }
 constexpr bool is_schedule_edge(Edge edge) { return edge >= Edge::ids_pushed || edge == Edge::topk_ready; }
 
 // Tiles of an expert's three weight gradients.
-MOK_DEVICE int32 num_wgrad_tiles(int32 hidden_size, int32 width) {
-  return 2 * ceil_div(width, kWgradRows) * ceil_div(hidden_size, kWgradCols) +
-         ceil_div(hidden_size, kWgradRows) * ceil_div(width, kWgradCols);
+MOK_DEVICE int32 num_wgrad_tiles(const Shape& s, int32 width) {
+  return 2 * ceil_div(width, kWgradRows) * ceil_div(s.hidden_size, s.wgrad_cols()) +
+         ceil_div(s.hidden_size, kWgradRows) * ceil_div(width, s.wgrad_cols());
 }
 // Only an expert whose rows go on in the next macrobatch leaves a carry.
 MOK_DEVICE int32 num_carry_tiles(const Shape& s) {
-  return s.has_backward && !s.is_ring_complete() ? num_wgrad_tiles(s.hidden_size, s.intermediate_size) : 0;
+  return s.has_backward && !s.is_ring_complete() ? num_wgrad_tiles(s, s.intermediate_size) : 0;
 }
 
 // The counters of Edge::tickets that every launch has: one for each order that its workers draw from.
@@ -407,7 +410,7 @@ MOK_DEVICE int64 region_bytes(Region region, const Shape& s) {
     case Region::shared_d_up:
       return s.has_backward ? s.max_tokens * bf16_bytes * s.shared_size : 0;
     case Region::carry:
-      return num_carry_tiles(s) * float_bytes * kWgradRows * kWgradCols;
+      return num_carry_tiles(s) * float_bytes * kWgradRows * s.wgrad_cols();
     case Region::counters:
       return 2 * (bank_size(false, s) + bank_size(true, s)) * word_bytes;
     case Region::epochs:

@@ -98,7 +98,7 @@ MOK_DEVICE Word slot_frees(const Call& call, int32 macrobatch, int32 slot) {
       call.schedule.row_block_expert + (int64{macrobatch} * s.ring_rows + int64{slot} * s.minibatch) / s.row_block();
   Word num_experts = 1;
   for (int32 block = 1; block < num_blocks; ++block) num_experts += expert[block] != expert[block - 1];
-  return frees + num_experts * static_cast<Word>(num_wgrad_tiles(s.hidden_size, s.intermediate_size));
+  return frees + num_experts * static_cast<Word>(num_wgrad_tiles(s, s.intermediate_size));
 }
 
 // Where a row block's x_ready, y_ready, d_y_ready or d_x_ready stands, and what makes it complete: per row block, or per

@@ -185,7 +185,7 @@ class TaskSequence {
       case Stage::shared_gate_up_dgrad:
         return call.has_dgrad() && s.shared_size ? token_blocks * num_down_tiles(s) : 0;
       case Stage::shared_wgrad:
-        return call.kind != CallKind::backward_dgrad && s.shared_size ? num_wgrad_tiles(s.hidden_size, s.shared_size)
+        return call.kind != CallKind::backward_dgrad && s.shared_size ? num_wgrad_tiles(s, s.shared_size)
                                                                       : 0;
       case Stage::reduce: {
         const bool has_output = call.kind == CallKind::forward || call.has_dgrad();
@@ -243,7 +243,7 @@ class TaskSequence {
       const bool is_cut = end_expert == args_.call.schedule.row_block_expert[end_block - 1];
       if (is_cut && end_block % (s.ring_rows / s.row_block()) == 0) ++end_expert;
     }
-    return (end_expert - first_expert_) * num_wgrad_tiles(s.hidden_size, s.intermediate_size);
+    return (end_expert - first_expert_) * num_wgrad_tiles(s, s.intermediate_size);
   }
   // The first expert that has not all its rows before a row block.
   MOK_DEVICE int32 first_unfinished_expert(int32 block) const {
@@ -255,7 +255,7 @@ class TaskSequence {
   MOK_DEVICE void decode_wgrad(int32 index, Task* task) const {
     const Call& call = args_.call;
     const Shape& s = call.shape;
-    const int32 tiles = num_wgrad_tiles(s.hidden_size, stage_ == Stage::wgrad ? s.intermediate_size : s.shared_size);
+    const int32 tiles = num_wgrad_tiles(s, stage_ == Stage::wgrad ? s.intermediate_size : s.shared_size);
     task->part = index % tiles;
     task->num_rows = call.num_tokens;
     if (stage_ == Stage::shared_wgrad) return;

@@ -191,6 +191,11 @@ nb::dict run(Workspace& workspace, std::vector<RankProgram*> programs, const std
   options.is_traced = is_traced;
   options.trace_begin = trace_begin;
   options.trace_capacity = trace_capacity;
+  for (const RankProgram* program : programs)
+    if (program->call.shape.wgrad_cols() != kWgradCols)
+      throw nb::value_error(("wgrad_cols must be " + std::to_string(kWgradCols) + " on CPU ranks, got " +
+                             std::to_string(program->call.shape.wgrad_cols()))
+                                .c_str());
   std::vector<RankProgram> ranks;
   for (std::size_t rank = 0; rank < programs.size(); ++rank) {
     ranks.push_back(*programs[rank]);
@@ -255,6 +260,13 @@ void bind_shape(nb::module_& m) {
       .def_rw("shared_size", &Shape::shared_size)
       .def_rw("num_local_experts", &Shape::num_local_experts)
       .def_rw("row_block", &Shape::row_block_rows)
+      .def_prop_rw(
+          "wgrad_cols", [](const Shape& s) { return s.wgrad_cols(); },
+          [](Shape& s, int cols) {
+            if (cols < 128 || cols > 256 || cols % 128 != 0)
+              throw nb::value_error(("wgrad_cols must be 128 or 256, got " + std::to_string(cols)).c_str());
+            s.wgrad_col_blocks = static_cast<unsigned char>(cols / 128);
+          })
       .def_rw("minibatch", &Shape::minibatch)
       .def_rw("capacity_rows", &Shape::capacity_rows)
       .def_rw("ring_rows", &Shape::ring_rows)

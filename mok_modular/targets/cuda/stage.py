@@ -39,6 +39,7 @@ class CudaStageRun(Launcher, StageRun):
         self.tables = [{name: each.to(self.torch_device) for name, each in table.items()} for table in self.tables]
         # The words and counters of a state in which every wait is over: as the host target makes them.
         satisfied = extension().Workspace(self.group.size())
+        self.shape.wgrad_cols = self.device.arch.wgrad_cols
         satisfied.reserve(self.shape)
         satisfied.satisfy(0)
         memory = CudaMemory(self.group.size(), self.torch_device)

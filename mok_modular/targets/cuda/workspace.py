@@ -65,6 +65,11 @@ class CudaWorkspace(Launcher, SharedWorkspace):
         self._open(group, config)
         SharedWorkspace.__init__(self, group, config, num_local_tokens, hidden_size, topk)
 
+    def shape(self, num_local_experts: int, capacity_rows: int, intermediate_size: int, shared_size: int = 0) -> Any:
+        shape = super().shape(num_local_experts, capacity_rows, intermediate_size, shared_size)
+        shape.wgrad_cols = self.device.arch.wgrad_cols
+        return shape
+
     def _open(self, group: Any, config: MoKConfig) -> None:
         """Compiles and loads the kernels, before there is any memory."""
         if group.size() > MAX_LOCAL_RANKS:
