@@ -23,11 +23,6 @@ struct Task {
 
 enum class Role : int32 { any, communication, compute };
 
-MOK_DEVICE bool is_communication(Stage stage) {
-  return stage == Stage::publish || stage == Stage::dispatch || stage == Stage::combine ||
-         stage == Stage::reverse_combine || stage == Stage::reverse_dispatch;
-}
-
 // kMayTakeTurns: this kernel may be launched with has_experts_in_turn. Where it may not, that costs no registers.
 template <bool kMayTakeTurns>
 class TaskSequence {
@@ -185,7 +180,7 @@ class TaskSequence {
       case Stage::shared_gate_up_dgrad:
         return call.has_dgrad() && s.shared_size ? token_blocks * num_down_tiles(s) : 0;
       case Stage::shared_wgrad:
-        return call.kind != CallKind::backward_dgrad && s.shared_size ? num_wgrad_tiles(s, s.shared_size)
+        return call.kind != CallKind::backward_dgrad && s.shared_size ? num_wgrad_tiles(s.hidden_size, s.shared_size)
                                                                       : 0;
       case Stage::reduce: {
         const bool has_output = call.kind == CallKind::forward || call.has_dgrad();
@@ -197,36 +192,9 @@ class TaskSequence {
   }
 
  private:
-  MOK_DEVICE int32 num_parts() const {
-    const Shape& s = args_.call.shape;
-    switch (stage_) {
-      case Stage::dispatch:
-      case Stage::combine:
-      case Stage::reverse_combine:
-      case Stage::reverse_dispatch:
-        return num_copy_tasks(s);
-      case Stage::swiglu:
-      case Stage::swiglu_backward:
-      case Stage::quantize:
-        return s.row_block() / kElementRows;
-      case Stage::down_dgrad:
-        return num_down_dgrad_tiles(s);
-      case Stage::shared_down_dgrad:
-        return num_shared_down_dgrad_tiles(s);
-      case Stage::gate_up:
-        return num_gate_up_tiles(s);
-      case Stage::shared_gate_up:
-        return num_shared_gate_up_tiles(s);
-      default:
-        return num_down_tiles(s);
-    }
-  }
+  MOK_DEVICE int32 num_parts() const { return num_block_tasks(stage_, args_.call.shape); }
   MOK_DEVICE int32 num_window_tasks() {
-    // In one kernel, gate_up applies swiglu and down pushes: the later stage has no tasks of its own.
-    if (stage_ == Stage::swiglu && is_swiglu_in_gate_up(args_.call)) return 0;
-    if (stage_ == Stage::combine && is_combine_in_down(args_.call)) return 0;
-    if (stage_ == Stage::swiglu_backward && is_swiglu_backward_in_down_dgrad(args_.call)) return 0;
-    if (stage_ == Stage::reverse_dispatch && is_reverse_dispatch_in_gate_up_dgrad(args_.call)) return 0;
+    if (has_no_tasks(stage_, args_.call)) return 0;
     const int32* start = args_.call.schedule.window_start + first_window_ + window_;
     if (stage_ == Stage::wgrad) return num_wgrad_tasks(start[0], start[1]);
     return (start[1] - start[0]) * num_parts();
@@ -243,7 +211,7 @@ class TaskSequence {
       const bool is_cut = end_expert == args_.call.schedule.row_block_expert[end_block - 1];
       if (is_cut && end_block % (s.ring_rows / s.row_block()) == 0) ++end_expert;
     }
-    return (end_expert - first_expert_) * num_wgrad_tiles(s, s.intermediate_size);
+    return (end_expert - first_expert_) * num_wgrad_tiles(s.hidden_size, s.intermediate_size);
   }
   // The first expert that has not all its rows before a row block.
   MOK_DEVICE int32 first_unfinished_expert(int32 block) const {
@@ -255,7 +223,7 @@ class TaskSequence {
   MOK_DEVICE void decode_wgrad(int32 index, Task* task) const {
     const Call& call = args_.call;
     const Shape& s = call.shape;
-    const int32 tiles = num_wgrad_tiles(s, stage_ == Stage::wgrad ? s.intermediate_size : s.shared_size);
+    const int32 tiles = num_wgrad_tiles(s.hidden_size, stage_ == Stage::wgrad ? s.intermediate_size : s.shared_size);
     task->part = index % tiles;
     task->num_rows = call.num_tokens;
     if (stage_ == Stage::shared_wgrad) return;
@@ -280,8 +248,7 @@ class TaskSequence {
         piece_ = Piece{0, num_tasks_, 0, ceil_div(call.num_tokens, call.shape.row_block()), 0, call.num_tokens};
       return decode_in_piece(index, task);
     }
-    if (stage_ == Stage::gate_up || stage_ == Stage::down || stage_ == Stage::down_dgrad ||
-        stage_ == Stage::gate_up_dgrad) {
+    if (is_routed_product(stage_)) {
       while (index >= piece_.first + piece_.num_tasks) next_piece();
       return decode_in_piece(index, task);
     }
@@ -325,11 +292,6 @@ class TaskSequence {
     int32 expert = -1, block = -1;
     for (int32 left = index - turn_.first; left >= 0; left -= block >= 0) block = block_of_expert(turn_.idx, ++expert);
     return block;
-  }
-
-  MOK_DEVICE static bool is_shared_product(Stage stage) {
-    return stage == Stage::shared_gate_up || stage == Stage::shared_down || stage == Stage::shared_down_dgrad ||
-           stage == Stage::shared_gate_up_dgrad;
   }
 
   // GEMM tasks of a window: expert by expert; inside an expert rows fastest, so that a column tile of weights is read

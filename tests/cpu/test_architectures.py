@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from mok_modular.protocol.sizes import extension
 from mok_modular.targets.cuda import nvrtc
 from mok_modular.targets.cuda.arch import ARCHES, SM_90A, Arch, arch_named, arch_of
 from mok_modular.targets.cuda.device import GEMM_KERNEL
@@ -32,7 +31,6 @@ def number(path: str, pattern: str) -> int:
 def test_the_table_agrees_with_the_sources(arch: Arch) -> None:
     folder = f"targets/{folder_of(arch)}"
     assert number(f"{folder}/target.h", "MOK_ROW_BLOCK") == arch.row_block
-    assert number(f"{folder}/target.h", "MOK_TILE_COLS") == arch.wgrad_cols
     assert number(f"{folder}/arch.h", r"\bkThreads") == arch.gemm_threads
     assert number(f"{folder}/arch.h", r"\bkBlockK") == arch.operand_box[0]
 
@@ -87,25 +85,3 @@ def test_a_new_generation_needs_the_listed_edits_alone(tmp_path: Path) -> None:
     assert not re.search(r"C75\d\d", log)
     with pytest.raises(nvrtc.CompileError, match="define the GPU generation"):
         nvrtc.compile_source(csrc, "split/publish.cu", nvrtc.compile_options(SM_90A.name, ("MOK_TARGET_CUDA",)))
-
-
-def test_the_carry_is_that_of_the_target() -> None:
-    """H 2880, I 640: tiles of 256 columns pad more, so memory that is reserved for tiles of 128 would be too small."""
-    shape = extension().Shape()
-    shape.num_ranks, shape.max_tokens, shape.topk, shape.num_local_experts = 4, 4096, 8, 8
-    shape.hidden_size, shape.intermediate_size = 2880, 640
-    shape.row_block, shape.minibatch, shape.capacity_rows, shape.ring_rows = 128, 4096, 65536, 16384
-    shape.has_backward = True
-    for cols in (128, 256):
-        shape.wgrad_cols = cols
-        tiles = 2 * 5 * -(-2880 // cols) + 23 * -(-640 // cols)
-        assert shape.region_bytes()["carry"] == tiles * 128 * cols * 4
-    with pytest.raises(ValueError, match="wgrad_cols must be 128 or 256, got 192"):
-        shape.wgrad_cols = 192
-    shape.wgrad_cols = 256
-    program = extension().Program("forward", shape, 0, 0, 0, [], {}, {}, None)
-    with pytest.raises(ValueError, match="made for tiles of weight gradients of 256 columns, its kernels have 128"):
-        extension().pack_calls([program], [0], [[0] * len(extension().region_names())], [0], 128, 1.0, 1.0)
-    workspace = extension().Workspace(4)
-    with pytest.raises(ValueError, match="wgrad_cols must be 128 on CPU ranks, got 256"):
-        extension().run(workspace, [program] * 4, "round_robin", 0, False, 1.0, 1.0)

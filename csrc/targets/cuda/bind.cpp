@@ -4,7 +4,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
-#include <string>
 
 #include "stages/matrices.h"
 #include "targets/host/runtime.h"
@@ -24,18 +23,13 @@ nb::bytes to_bytes(const T& value) {
 // `tables`: device address of each rank's [R, kNumRegions] table; `own`: its own regions' addresses.
 nb::bytes pack_calls(const std::vector<RankProgram*>& programs, const std::vector<std::uintptr_t>& tables,
                      const std::vector<std::vector<std::uintptr_t>>& own, const std::vector<std::uintptr_t>& failures,
-                     int wgrad_cols, double timeout_s, double start_timeout_s) {
+                     double timeout_s, double start_timeout_s) {
   if (programs.size() > kMaxLocalRanks) throw nb::value_error("too many ranks on one GPU");
   CallSet set;
   set.num_calls = static_cast<int32>(programs.size());
   for (std::size_t i = 0; i < programs.size(); ++i) {
     Call& call = set.calls[i];
     call = programs[i]->call;
-    if (call.shape.wgrad_cols() != wgrad_cols)
-      throw nb::value_error(("a call was made for tiles of weight gradients of " +
-                             std::to_string(call.shape.wgrad_cols()) + " columns, its kernels have " +
-                             std::to_string(wgrad_cols))
-                                .c_str());
     call.regions = reinterpret_cast<char* const*>(tables[i]);
     for (int region = 0; region < kNumRegions; ++region)
       call.own[region] = reinterpret_cast<char*>(own[i][static_cast<std::size_t>(region)]);
@@ -77,8 +71,7 @@ nb::dict unpack_failure(nb::bytes bytes) {
 }  // namespace
 
 void bind_cuda(nb::module_& m) {
-  m.def("pack_calls", &pack_calls, "programs"_a, "tables"_a, "own"_a, "failures"_a, "wgrad_cols"_a, "timeout_s"_a,
-        "start_timeout_s"_a);
+  m.def("pack_calls", &pack_calls, "programs"_a, "tables"_a, "own"_a, "failures"_a, "timeout_s"_a, "start_timeout_s"_a);
   m.def(
       "pack_launch",
       [](const RankProgram& program, std::size_t index, int num_comm_ctas, bool has_experts_in_turn) {

@@ -18,8 +18,6 @@ class Arch:
     """The macro that chooses this generation in csrc/targets/."""
     row_block: int
     """Rows of the unit of padding and signals: `MOK_ROW_BLOCK`."""
-    wgrad_cols: int
-    """Columns of a weight gradient's tile: `MOK_TILE_COLS`. The carry and its counters follow from it."""
     gemm_threads: int
     """`Arch::kThreads` of its arch.h."""
     gemm_smem_bytes: int
@@ -39,7 +37,6 @@ SM_90A = Arch(
     capabilities=frozenset({(9, 0)}),
     define="MOK_ARCH_SM90",
     row_block=128,
-    wgrad_cols=256,
     gemm_threads=384,
     gemm_smem_bytes=231424,
     operand_box=(64, 64),

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mok_modular.protocol.sizes import extension
+from mok_modular.protocol.extension import extension
 from mok_modular.targets.cuda.device import Device, Function, check, driver, encode_map
 
 MAX_LOCAL_RANKS = 8
@@ -55,7 +55,6 @@ class Launcher:
             [table.data_ptr() for table in self.native.tables],
             [[self.native.address(rank, name) for name in names] for rank in self.ranks],
             [failures.data_ptr() + i * failures.stride(0) for i in range(len(self.ranks))],
-            self.device.arch.wgrad_cols,
             timeout_s * self.timeout_factor,
             start_timeout_s * self.timeout_factor,
         )

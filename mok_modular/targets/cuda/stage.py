@@ -10,9 +10,9 @@ from torch import Tensor
 
 from mok_modular.protocol.diagnosis import culprit
 from mok_modular.protocol.errors import MoKTimeoutError
-from mok_modular.protocol.sizes import extension
+from mok_modular.protocol.extension import extension
 from mok_modular.targets.cuda.arch import ARCHES
-from mok_modular.targets.cuda.device import ENTRIES, get_device
+from mok_modular.targets.cuda.device import entries, get_device
 from mok_modular.targets.cuda.launch import Launcher
 from mok_modular.targets.cuda.memory import CudaMemory, open_waits
 from mok_modular.targets.stage_base import StageRun
@@ -39,7 +39,6 @@ class CudaStageRun(Launcher, StageRun):
         self.tables = [{name: each.to(self.torch_device) for name, each in table.items()} for table in self.tables]
         # The words and counters of a state in which every wait is over: as the host target makes them.
         satisfied = extension().Workspace(self.group.size())
-        self.shape.wgrad_cols = self.device.arch.wgrad_cols
         satisfied.reserve(self.shape)
         satisfied.satisfy(0)
         memory = CudaMemory(self.group.size(), self.torch_device)
@@ -62,7 +61,7 @@ class CudaStageRun(Launcher, StageRun):
         """Runs the kernel on all ranks. Raises MoKTimeoutError if the stage waits for something after all."""
         programs = self._programs(tensors, swiglu_limit)
         by_rank = list(tensors) if tensors else [{}] * len(self.ranks)
-        function = self.device.functions[ENTRIES[(self.stage,)]]
+        function = self.device.functions[entries()[(self.stage,)]]
         with torch.cuda.device(self.torch_device):
             arguments = [self._pack_calls(programs, TIMEOUT_S, TIMEOUT_S), extension().pack_launch(programs[0], 0)]
             if function.has_maps:

@@ -20,7 +20,7 @@ from mok_modular.protocol.call import Call, launches
 from mok_modular.protocol.config import MoKConfig
 from mok_modular.protocol.diagnosis import culprit, describe_mismatch
 from mok_modular.protocol.errors import MoKPeerError, MoKTimeoutError
-from mok_modular.protocol.sizes import extension
+from mok_modular.protocol.extension import extension
 from mok_modular.protocol.trace import Trace
 from mok_modular.targets.cuda.device import Function, arch_of_gpu, check_plan, get_device, kernel_of
 from mok_modular.targets.cuda.grid import Share, is_shared, num_ctas
@@ -64,11 +64,6 @@ class CudaWorkspace(Launcher, SharedWorkspace):
         self._trace_buffer: TraceBuffer | None = None
         self._open(group, config)
         SharedWorkspace.__init__(self, group, config, num_local_tokens, hidden_size, topk)
-
-    def shape(self, num_local_experts: int, capacity_rows: int, intermediate_size: int, shared_size: int = 0) -> Any:
-        shape = super().shape(num_local_experts, capacity_rows, intermediate_size, shared_size)
-        shape.wgrad_cols = self.device.arch.wgrad_cols
-        return shape
 
     def _open(self, group: Any, config: MoKConfig) -> None:
         """Compiles and loads the kernels, before there is any memory."""
