@@ -165,7 +165,7 @@ def check_gemm(entry: str, code: str) -> None:
 def test_products_of_a_backward_compile(product: str, max_spill_bytes: int, tmp_path: Path) -> None:
     lines = ['#include "stages/grouped_dgrad.h"', '#include "targets/gemm_driver.h"']
     (tmp_path / "product.cu").write_text(
-        "\n".join([*lines, f"using namespace mok; MOK_GEMM_KERNEL(product, {product}, 0)"])
+        "\n".join([*lines, f"using namespace mok; MOK_GEMM_KERNEL(product, {product})"])
     )
     options = nvrtc.compile_options(SM_90A.name, SM_90A.defines)
     data, log = nvrtc.compile_source(tmp_path, "product.cu", options, [source_dir()])
