@@ -11,8 +11,14 @@ constexpr int kMaxRanks = 128;
 
 // ---- sizes ----------------------------------------------------------------------------------
 
+// The explorer's target (explore/target.h) has others, so that few tasks do the work of a row block.
+#if !defined(MOK_COPY_ROWS)
+#define MOK_COPY_ROWS 16
+#define MOK_WGRAD_COLS MOK_TILE_COLS
+#endif
+
 // Rows per task of the copy stages and of standalone swiglu; tokens per task of reduce. Fixed here because writers and readers of a signal must agree on them.
-constexpr int kCopyRows = 16;
+constexpr int kCopyRows = MOK_COPY_ROWS;
 constexpr int kPublishRows = 8;
 constexpr int kElementRows = 32;
 constexpr int kReduceTokens = 8;
@@ -23,7 +29,7 @@ constexpr int kGateUpCols = MOK_TILE_COLS / 2;
 constexpr int kDownCols = MOK_TILE_COLS;
 // A weight gradient's tile: rows and columns of the weight.
 constexpr int kWgradRows = 128;
-constexpr int kWgradCols = MOK_TILE_COLS;
+constexpr int kWgradCols = MOK_WGRAD_COLS;
 // Columns that are reduced together, in a fixed tree: of a router gradient, and of an MX block.
 constexpr int kLaneCols = 32;
 
@@ -424,6 +430,11 @@ struct Call {
   void place_input() {
     if (is_input_in_place() && tensors.x)
       own[static_cast<int>(Region::x)] = reinterpret_cast<char*>(const_cast<bf16*>(tensors.x));
+  }
+  // One of the kernels of the call's plan.
+  void add_group(Group group) {
+    for (int i = 0; i < kNumWindowed; ++i)
+      if (group >> i & 1u) groups[i] = group;
   }
   MOK_DEVICE bool share_kernel(Stage a, Stage b) const { return holds(groups[static_cast<int>(a)], b); }
 };

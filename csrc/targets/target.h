@@ -4,6 +4,7 @@
 //   MOK_TARGET_HOST   a C++20 compiler; workers are fibers or threads (targets/host/)
 //   MOK_TARGET_SM90   NVRTC for sm_90a; workers are CTAs (targets/cuda/), GEMM role loops in targets/sm90/; with MOK_MXFP8=1
 //                     the kernels of MXFP8 layers
+//   MOK_TARGET_MODEL  a C++20 compiler; needs and publishes alone, recorded for the explorer (explore/)
 // Every target provides the same names: MOK_DEVICE, MOK_KERNEL, the word operations of
 // memory.h, exp_f32 / rcp_f32 of math.h, and a Worker (see targets/README.md).
 #pragma once
@@ -26,6 +27,8 @@
 #endif
 #include "targets/cuda/math.h"
 #include "targets/cuda/memory.h"
+#elif defined(MOK_TARGET_MODEL)
+#include "explore/target.h"
 #else
-#error "define one of: MOK_TARGET_HOST, MOK_TARGET_SM90"
+#error "define one of: MOK_TARGET_HOST, MOK_TARGET_SM90, MOK_TARGET_MODEL"
 #endif

@@ -154,7 +154,7 @@ class Worker {
   __device__ bool pause(const Args& args, const Wait& wait) { return waiter_.pause(args, wait); }
   __device__ void end_wait([[maybe_unused]] const Wait& wait) { MOK_TRACED(waiter_.track->wait(waiter_.task, wait);) }
   __device__ void fail(const Args& args, const Wait& wait) { waiter_.fail(args, wait); }
-  __device__ bool may_publish(Edge, int64, int32) { return true; }
+  __device__ bool may_publish(Edge, int64, int32, Word, Word) { return true; }
   // Nobody waits for the host here, so it learns of both at its next call.
   __device__ void report_invalid_id(const Args& args) { atomicAdd_system(&args.call.failure->num_invalid_ids, 1); }
   __device__ void report_overflow(const Args& args, int64 want) {

@@ -105,7 +105,7 @@ class CommWorker {
   MOK_DEVICE bool pause(const Args& args, const Wait& wait) { return waiter_.pause(args, wait); }
   MOK_DEVICE void end_wait([[maybe_unused]] const Wait& wait) { MOK_TRACED(waiter_.track->wait(waiter_.task, wait);) }
   MOK_DEVICE void fail(const Args& args, const Wait& wait) { waiter_.fail(args, wait); }
-  MOK_DEVICE bool may_publish(Edge, int64, int32) { return true; }
+  MOK_DEVICE bool may_publish(Edge, int64, int32, Word, Word) { return true; }
   SeenRanks seen_inputs, seen_dones;
 
 #if MOK_TRACE

@@ -25,6 +25,7 @@ from mok_modular.protocol.trace import Trace
 from mok_modular.targets.cuda.device import ARCH, Function, check_plan, get_device, kernel_of
 from mok_modular.targets.cuda.launch import MAX_LOCAL_RANKS, Launcher, PackedLaunch
 from mok_modular.targets.cuda.memory import NOTHING, CudaMemory, open_waits
+from mok_modular.targets.cuda.order import has_side_stream, in_streams
 from mok_modular.targets.cuda.trace import SINK_BYTES, TraceBuffer
 from mok_modular.targets.shared_workspace import SharedWorkspace, planted_faults
 
@@ -221,30 +222,26 @@ class CudaWorkspace(Launcher, SharedWorkspace):
         maps = b""
         if first.kind == "forward":
             maps = self._all_maps([call.tensors for call in calls], [call.num_tokens for call in calls], shape)
-        has_side = self._has_side_stream(config, first.kind)
         steps = []
-        for i, launch in enumerate(launches(first, shape)):
-            is_last, is_on_side = launch.kernel == "reduce", has_side and launch.stream == "comm"
+        for i, each in enumerate(in_streams(config, first.kind, launches(first, shape))):
+            launch = each.launch
             function = self._function(launch.stages, config.trace)
-            # Where nothing runs beside it, a dispatch is over before its rows are used: any order will do.
-            is_alone = not has_side and launch.stages == ("dispatch",) and config.dispatch == "pull"
             arguments = [
                 call_set,
-                extension().pack_launch(programs[0], i, config.fwd_num_comm_sms or 0, is_alone),
+                extension().pack_launch(programs[0], i, each.num_comm_ctas, each.has_experts_in_turn),
             ]
             if function.has_maps:
                 arguments.append(maps)
             if function.is_traced:
                 arguments.append(bytes(SINK_BYTES))
-            num_sms = self._num_sms(config, launch.stream if has_side and not is_last else None)
-            steps.append(
-                _Step(launch.kernel, launch.stream, PackedLaunch(function, arguments, num_sms), is_on_side, is_last)
-            )
+            has_share = has_side_stream(config, first.kind) and not each.is_last
+            num_sms = self._num_sms(config, launch.stream if has_share else None)
+            packed = PackedLaunch(function, arguments, num_sms)
+            steps.append(_Step(launch.kernel, launch.stream, packed, each.is_on_side, each.is_last))
         return steps
 
     def _enqueue(self, steps: Sequence[_Step], main: torch.cuda.Stream, side: torch.cuda.Stream | None) -> None:
-        """Two streams where communication has SMs of its own. One launch after another in data-flow order on each: a
-        kernel waits only for kernels launched before it, so any serialisation of the two is right as well."""
+        """As `in_streams` says."""
         if side is not None:
             side.wait_stream(main)
         for step in steps:
@@ -265,12 +262,8 @@ class CudaWorkspace(Launcher, SharedWorkspace):
             self._traced = self._load_traced()
         return self._traced[kernel] if is_traced else self.functions[kernel]
 
-    @staticmethod
-    def _has_side_stream(config: MoKConfig, kind: str) -> bool:
-        return config.fwd_num_comm_sms is not None and kind == "forward" and not config.plan.is_fused
-
     def _side_stream(self, config: MoKConfig, kind: str) -> torch.cuda.Stream | None:
-        if not self._has_side_stream(config, kind):
+        if not has_side_stream(config, kind):
             return None
         if self._side is None:
             self._side = torch.cuda.Stream(self.torch_device)
