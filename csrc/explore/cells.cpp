@@ -155,6 +155,7 @@ class Accesses {
   void run(SharedDownDgrad) { write(call_.at<bf16>(Region::shared_d_gate), whole(), task_.part); }
   void run(SharedGateUpDgrad) { shared(Region::shared_d_gate, num_shared_down_dgrad_tiles(s_), Region::shared_y); }
   void run(SharedWgrad) {
+    if (task_.num_rows == 0) return;
     for (int tile = 0; tile < num_shared_down_dgrad_tiles(s_); ++tile)
       read(call_.at<bf16>(Region::shared_d_gate), whole(), tile);
   }

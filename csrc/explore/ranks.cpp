@@ -192,7 +192,8 @@ Call& Ranks::begin_call(int rank, CallKind kind, const std::vector<LaunchRow>& l
                            r.generation_window.data(), r.counts.data(),           r.route_rank.data(),
                            r.route_row.data(),         r.sorted_route.data(),     r.token_row.data()};
   if (kind == CallKind::schedule) return call;
-  call.tensors.x = is_zero_copy_ ? call.at<bf16>(Region::x) : tensor<bf16>(call_idx, rank, 5);
+  const bool is_in_place = is_zero_copy_ && !call.is_backward();
+  call.tensors.x = is_in_place ? call.at<bf16>(Region::x) : tensor<bf16>(call_idx, rank, 5);
   call.tensors.context_x = tensor<bf16>(context_of, rank, 0);
   call.tensors.context_gate = tensor<bf16>(context_of, rank, 1);
   call.tensors.context_up = tensor<bf16>(context_of, rank, 2);

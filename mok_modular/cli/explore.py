@@ -34,9 +34,13 @@ SEQUENCES = ("SSS", "CC", "CF", "SFSF", "FFBB", "FCB", "FRF")
 KINDS = {"S": "schedule", "F": "forward", "C": "recompute_forward_context", "B": "backward"}
 """Calls of a sequence by their letters."""
 
+GPU_CALLS = {"S", "F"}
+"""Those that a GPU has kernels for."""
+
 MAX_STATES = 20_000_000
 
 _MIDDLE = "dispatch|gate_up+swiglu+down+combine"
+_FIRST_TWO = "dispatch+gate_up|swiglu+down+combine"
 
 
 @dataclass(frozen=True)
@@ -215,13 +219,18 @@ def search(setup: Setup, *, is_reduced: bool = True, max_states: int = MAX_STATE
 
 def setups(sequence: str, plans: Sequence[Plan] | None = None) -> Iterator[Setup]:
     """All setups of a sequence: R = 2 with at most one expired wait, R = 3 without, in every plan; forwards also with
-    push dispatch, pull combine and pull once, recomputations also with zero-copy input."""
+    push dispatch, pull combine and pull once, recomputations also with zero-copy input. Schedules and forwards also in the
+    launches of a GPU, with and without SMs for communication."""
     for plan in plans if plans is not None else all_plans():
         for num_ranks, layouts in LAYOUTS.items():
             all_workers = ("one", "streams") if num_ranks == 2 else ("one", "streams", "tasks")
             for layout in layouts:
                 for workers in all_workers:
                     yield Setup(sequence, str(plan), layout, workers, is_expiry_allowed=num_ranks == 2)
+                if set(sequence) <= GPU_CALLS:
+                    yield Setup(sequence, str(plan), layout, "ctas", num_comm_sms=1)
+            if set(sequence) <= GPU_CALLS:
+                yield Setup(sequence, str(plan), layouts[0], "ctas")
             if "B" in sequence:
                 yield Setup(sequence, str(plan), layouts[0], "tasks", is_mxfp8=True)
                 yield Setup(sequence, str(plan), layouts[0], "one", is_mxfp8=True)
@@ -260,7 +269,7 @@ PLANTED: dict[str, Setup] = {
     "recompute_without_done": Setup("CC", "split", SMALL, "tasks", fault="recompute_without_done"),
     "recompute_returns_early": Setup("CF", "split", SMALL, "tasks", is_zero_copy=True, fault="recompute_returns_early"),
     "done_without_parity": Setup("FFF", _MIDDLE, LAYOUTS[2][1], "tasks", fault="done_without_parity"),
-    "done_before_publish": Setup("CCC", _MIDDLE, LAYOUTS[2][1], "tasks", fault="done_before_publish"),
+    "done_before_publish": Setup("CCC", _FIRST_TWO, LAYOUTS[2][1], "tasks", fault="done_before_publish"),
     "ring_counts_generations": Setup("F", "split", LAYOUTS[2][0], "one", fault="ring_counts_generations"),
     "macrobatch_0_does_not_wait": Setup("F", "fused", ONE_GENERATION_EACH, "tasks", fault="macrobatch_0_does_not_wait"),
     "replay_does_not_wait": Setup("FB", "fused", THREE_GENERATIONS, "tasks", fault="replay_does_not_wait"),
@@ -280,6 +289,9 @@ PLANTED: dict[str, Setup] = {
     "counts_of_another_plan": Setup("F", "fused", SMALL, "tasks", fault="counts_of_another_plan"),
     "copies_without_x_ready": Setup(
         "F", "fused", _FULL_RING[2][1], "tasks", is_pull_once=True, fault="copies_without_x_ready"
+    ),
+    "roles_counted_by_call": Setup(
+        "F", _FIRST_TWO, ONE_GENERATION_EACH, "ctas", fault="roles_counted_by_call", num_comm_sms=1
     ),
 }
 """For each hole that a protocol like this can have, a setup in which it must be found."""
