@@ -20,6 +20,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("repeatable")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="every triple of options on CPU ranks, not only every pair")
+
+
 def pytest_configure() -> None:
     torch.set_num_threads(1)
 

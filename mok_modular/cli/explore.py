@@ -26,6 +26,7 @@ from mok_modular.protocol.config import MoKConfig
 from mok_modular.protocol.plan import Plan, all_plans
 from mok_modular.protocol.sizes import extension
 from mok_modular.targets.cuda.device import kernel_of
+from mok_modular.targets.cuda.grid import MIN_SHARED_SMS
 from mok_modular.targets.cuda.order import in_streams
 
 SEQUENCES = ("SSS", "CC", "CF", "SFSF", "FFBB", "FCB", "FRF")
@@ -138,7 +139,8 @@ class Setup:
         )
         in_order = launches(call, shape)
         rows = []
-        for each, arguments in zip(in_streams(config, call.kind, in_order), kernel_arguments(in_order), strict=True):
+        on_gpu = in_streams(config, call.kind, in_order, num_sms=MIN_SHARED_SMS)
+        for each, arguments in zip(on_gpu, kernel_arguments(in_order), strict=True):
             row = asdict(arguments) | {"has_experts_in_turn": False, "num_comm_ctas": 0}
             stages = each.launch.stages
             row["has_roles"] = has_both_roles(each.launch, is_pull_combine=self.is_pull_combine)

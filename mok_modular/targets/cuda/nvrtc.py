@@ -99,12 +99,12 @@ def compile_kernel(arch: str, kernel: Kernel, target_define: str) -> Cubin:
 
 def cached(stem: str, key: Sequence[str], build: Callable[[], tuple[bytes, str]]) -> Cubin:
     """The result of `build()` (code and log) for this `key`, the sources as they are and this compiler, from the cache
-    where it is. `build` runs under the cache's lock, so it must not ask the cache itself."""
+    where it is. `build` runs under the lock of this result, so it must not ask for it itself."""
     whole_key = "\0".join([sources_hash(source_dir()), nvrtc_version(), *key])
     path = cache_dir() / f"{stem}-{hashlib.sha256(whole_key.encode()).hexdigest()[:24]}.cubin"
     found = _read(path)
     if found is None:
-        with _lock(cache_dir() / "lock"):  # one compiling process a node: the others find its result
+        with _lock(path.with_suffix(".lock")):  # one process of a node compiles it, the others find its result
             found = _read(path)
             if found is None:
                 data, log = build()

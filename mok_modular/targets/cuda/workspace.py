@@ -23,6 +23,7 @@ from mok_modular.protocol.errors import MoKPeerError, MoKTimeoutError
 from mok_modular.protocol.sizes import extension
 from mok_modular.protocol.trace import Trace
 from mok_modular.targets.cuda.device import ARCH, Function, check_plan, get_device, kernel_of
+from mok_modular.targets.cuda.grid import num_ctas
 from mok_modular.targets.cuda.launch import MAX_LOCAL_RANKS, Launcher, PackedLaunch
 from mok_modular.targets.cuda.memory import NOTHING, CudaMemory, open_waits
 from mok_modular.targets.cuda.order import has_side_stream, in_streams
@@ -223,7 +224,7 @@ class CudaWorkspace(Launcher, SharedWorkspace):
         if first.kind == "forward":
             maps = self._all_maps([call.tensors for call in calls], [call.num_tokens for call in calls], shape)
         steps = []
-        for i, each in enumerate(in_streams(config, first.kind, launches(first, shape))):
+        for i, each in enumerate(in_streams(config, first.kind, launches(first, shape), self._num_sms(config))):
             launch = each.launch
             function = self._function(launch.stages, config.trace)
             arguments = [
@@ -234,14 +235,14 @@ class CudaWorkspace(Launcher, SharedWorkspace):
                 arguments.append(maps)
             if function.is_traced:
                 arguments.append(bytes(SINK_BYTES))
-            has_share = has_side_stream(config, first.kind) and not each.is_last
-            num_sms = self._num_sms(config, launch.stream if has_share else None)
-            packed = PackedLaunch(function, arguments, num_sms)
+            num_comm_sms = config.fwd_num_comm_sms or 0
+            grid = num_ctas(self._num_sms(config), num_comm_sms, function.ctas_per_sm, each.share)
+            packed = PackedLaunch(function, arguments, grid)
             steps.append(_Step(launch.kernel, launch.stream, packed, each.is_on_side, each.is_last))
         return steps
 
     def _enqueue(self, steps: Sequence[_Step], main: torch.cuda.Stream, side: torch.cuda.Stream | None) -> None:
-        """As `in_streams` says."""
+        """On the streams that `in_streams` says."""
         if side is not None:
             side.wait_stream(main)
         for step in steps:
@@ -263,17 +264,15 @@ class CudaWorkspace(Launcher, SharedWorkspace):
         return self._traced[kernel] if is_traced else self.functions[kernel]
 
     def _side_stream(self, config: MoKConfig, kind: str) -> torch.cuda.Stream | None:
-        if not has_side_stream(config, kind):
+        if not has_side_stream(config, kind, self._num_sms(config)):
             return None
         if self._side is None:
             self._side = torch.cuda.Stream(self.torch_device)
         return self._side
 
-    def _num_sms(self, config: MoKConfig, stream: str | None) -> int:
-        """SMs for a kernel: all that are not reserved, or, beside the other stream's kernels, its share."""
-        num_sms = self.device.num_sms - config.num_reserved_sms
-        num_comm_sms = config.fwd_num_comm_sms or 0
-        return max(1, num_sms if stream is None else num_comm_sms if stream == "comm" else num_sms - num_comm_sms)
+    def _num_sms(self, config: MoKConfig) -> int:
+        """SMs that are not reserved."""
+        return max(1, self.device.num_sms - config.num_reserved_sms)
 
     @contextmanager
     def _timer(self, kernel: str, stream: torch.cuda.Stream) -> Iterator[None]:
