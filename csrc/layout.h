@@ -30,6 +30,10 @@ constexpr int kDownCols = MOK_TILE_COLS;
 // A weight gradient's tile: rows and columns of the weight.
 constexpr int kWgradRows = 128;
 constexpr int kWgradCols = MOK_WGRAD_COLS;
+// The carry's unit, the same for every target: Python asks the host's build how much memory a GPU's kernels need. A tile
+// of weight gradients is one of them or several side by side.
+constexpr int kCarryRows = 128, kCarryCols = 128;
+static_assert(kWgradRows == kCarryRows && kWgradCols % kCarryCols == 0);
 // Columns that are reduced together, in a fixed tree: of a router gradient, and of an MX block.
 constexpr int kLaneCols = 32;
 
@@ -120,7 +124,7 @@ enum class Region : int32 {
   router_partials,  // float [ring_rows, I / 32]   a row's d_router by groups of columns
   shared_d_gate,    // bf16 [max_tokens, S]
   shared_d_up,      // bf16 [max_tokens, S]
-  carry,            // float [tiles, 128, 128]     weight gradients of the expert that goes on in the next macrobatch
+  carry,            // float [units, 128, 128]     weight gradients of the expert that goes on in the next macrobatch
   counters,         // Word [2 banks, ...]           signals inside a rank, tickets
   epochs,           // Epochs
   histogram,        // int32 [R * (chunks + 1), E]   schedule only: prefixes by chunk, then totals
@@ -153,9 +157,13 @@ MOK_DEVICE int32 num_wgrad_tiles(int32 hidden_size, int32 width) {
   return 2 * ceil_div(width, kWgradRows) * ceil_div(hidden_size, kWgradCols) +
          ceil_div(hidden_size, kWgradRows) * ceil_div(width, kWgradCols);
 }
-// Only an expert whose rows go on in the next macrobatch leaves a carry.
-MOK_DEVICE int32 num_carry_tiles(const Shape& s) {
-  return s.has_backward && !s.is_ring_complete() ? num_wgrad_tiles(s.hidden_size, s.intermediate_size) : 0;
+// Units of the carry of one expert; only one whose rows go on in the next macrobatch leaves a carry.
+MOK_DEVICE int32 num_carry_units(int32 hidden_size, int32 width) {
+  return 2 * ceil_div(width, kCarryRows) * ceil_div(hidden_size, kCarryCols) +
+         ceil_div(hidden_size, kCarryRows) * ceil_div(width, kCarryCols);
+}
+MOK_DEVICE int32 num_carry_units(const Shape& s) {
+  return s.has_backward && !s.is_ring_complete() ? num_carry_units(s.hidden_size, s.intermediate_size) : 0;
 }
 
 // The counters of Edge::tickets that every launch has: one for each order that its workers draw from.
@@ -189,7 +197,7 @@ inline int64 num_counters(const EdgeRow& row, const Shape& s) {
     case Cells::segments:
       return int64{s.max_generations()} * s.num_local_experts;
     case Cells::carries:
-      return int64{s.max_generations()} * num_carry_tiles(s);
+      return int64{s.max_generations()} * num_carry_units(s);
     case Cells::owner_blocks:
       return s.is_push_dispatch ? int64{s.num_ranks} * s.capacity_blocks() : 0;
     case Cells::launches:
@@ -279,7 +287,7 @@ MOK_DEVICE int64 region_bytes(Region region, const Shape& s) {
     case Region::shared_d_up:
       return s.has_backward ? s.max_tokens * bf16_bytes * s.shared_size : 0;
     case Region::carry:
-      return num_carry_tiles(s) * float_bytes * kWgradRows * kWgradCols;
+      return num_carry_units(s) * float_bytes * kCarryRows * kCarryCols;
     case Region::counters:
       return 2 * (bank_size(false, s) + bank_size(true, s)) * word_bytes;
     case Region::epochs:

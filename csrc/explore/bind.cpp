@@ -7,7 +7,6 @@
 #include <array>
 
 #include "explore/model.h"
-#include "protocol/edge_table.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -16,13 +15,6 @@ namespace mok::host {
 void bind_explore(nb::module_& m);
 
 namespace {
-
-std::vector<std::string> names_of(StageMask set) {
-  std::vector<std::string> names;
-  for (int i = 0; i < kNumStages; ++i)
-    if (set >> i & 1) names.push_back(stage_name(static_cast<Stage>(i)));
-  return names;
-}
 
 // A launch as Python gives it: (name in csrc/explore/model.h, value) by name.
 mok_explore::LaunchRow launch_row(const nb::dict& d) {
@@ -105,17 +97,6 @@ void bind_explore(nb::module_& m) {
         "is_push_dispatch"_a, "is_pull_combine"_a, "is_pull_once"_a, "is_mxfp8"_a, "is_zero_copy"_a, "fault"_a,
         "is_expiry_allowed"_a, "is_reduced"_a, "max_states"_a);
   m.def("protocol_faults", &mok_explore::fault_names);
-  m.def(
-      "edge_table",
-      [] {
-        nb::dict table;
-        for (int i = 0; i < kNumEdges; ++i) {
-          const EdgeUsers& users = users_of(static_cast<Edge>(i));
-          if (users.writers) table[kEdges[i].name] = nb::make_tuple(names_of(users.writers), names_of(users.readers));
-        }
-        return table;
-      },
-      "By edge: the stages that publish it, and those that wait for it.");
 }
 
 }  // namespace mok::host

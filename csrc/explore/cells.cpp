@@ -149,8 +149,8 @@ class Accesses {
       for (const GradientOperand operand : {left, right})
         for (int tile = 0; tile < num_tiles(operand); ++tile)
           operand_access(Op::read, operand, block, tile, s_.is_mxfp8());
-    if (Wgrad::carry_in(call_, task_)) carry(Op::read, macrobatch - 1);
-    if (Wgrad::carry_out(call_, task_)) carry(Op::write, macrobatch);
+    if (const float* sums = Wgrad::carry_in(call_, task_)) read(sums, version(kCarryVersion + macrobatch - 1));
+    if (const float* sums = Wgrad::carry_out(call_, task_)) write(sums, version(kCarryVersion + macrobatch));
   }
   void run(SharedDownDgrad) { write(call_.at<bf16>(Region::shared_d_gate), whole(), task_.part); }
   void run(SharedGateUpDgrad) { shared(Region::shared_d_gate, num_shared_down_dgrad_tiles(s_), Region::shared_y); }
@@ -243,10 +243,6 @@ class Accesses {
                                                          : version(block);
     all.push_back({op, name(rows, is_whole ? -1 : tile), expected});
   }
-  void carry(Op op, int macrobatch) {
-    all.push_back({op, name(call_.at<float>(Region::carry), task_.part), version(kCarryVersion + macrobatch)});
-  }
-
   const Ranks& ranks_;
   const Call& call_;
   const Shape& s_;

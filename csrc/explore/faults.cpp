@@ -69,7 +69,7 @@ bool Faults::is_dropped(const Call& call, Stage stage, const Task& task, const R
   if (is("reverse_combine_does_not_wait")) return waits_slot && stage == Stage::reverse_combine;
   if (is("carry_without_read_edge"))
     return is_wait && record.edge == Edge::carry_done &&
-           record.index == carry_index(call, task.part, block_macrobatch(call.shape, task.block));
+           record.index / num_carry_units(call.shape) == block_macrobatch(call.shape, task.block);
   if (is("push_without_entered")) return is_wait && is_dispatch && record.edge == Edge::entered;
   if (is("copies_without_x_ready")) return is_wait && is_dispatch && record.edge == Edge::x_ready;
   if (is("done_before_publish")) return is_wait && record.edge == Edge::published;

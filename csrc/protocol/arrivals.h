@@ -102,8 +102,8 @@ MOK_DEVICE BlockRange expert_blocks(const Call& call, int32 expert, int32 macrob
 MOK_DEVICE int64 segment_index(const Call& call, int32 expert, int32 macrobatch) {
   return int64{macrobatch} * call.shape.num_local_experts + expert;
 }
-MOK_DEVICE int64 carry_index(const Call& call, int32 tile, int32 macrobatch) {
-  return int64{macrobatch} * num_carry_tiles(call.shape) + tile;
+MOK_DEVICE int64 carry_index(const Call& call, int32 unit, int32 macrobatch) {
+  return int64{macrobatch} * num_carry_units(call.shape) + unit;
 }
 
 // All arrivals that free a slot of a macrobatch: of its row blocks, and in a backward of the weight gradients of every

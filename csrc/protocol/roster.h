@@ -271,7 +271,7 @@ enum class Cells : int32 {
   slots,
   token_blocks,
   segments,      // by macrobatch and local expert
-  carries,       // by macrobatch and tile of the carry
+  carries,       // by macrobatch and unit of the carry
   owner_blocks,  // by owner of the row and its row block; with push dispatch
   launches,
   launch_tickets,  // see Tickets

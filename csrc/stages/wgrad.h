@@ -79,7 +79,7 @@ struct WgradOf {
       const Word want = static_cast<Word>(blocks.end - blocks.first) * arrivals(Edge::segment_ready, call);
       if (!signals.wait_local(Edge::segment_ready, segment_index(call, task.expert, macrobatch), want)) return false;
       return !is_carried_in(call, task) ||
-             signals.wait_local(Edge::carry_done, carry_index(call, task.part, macrobatch - 1),
+             signals.wait_local(Edge::carry_done, carry_index(call, carry_unit(call, task), macrobatch - 1),
                                 carries_of(call, macrobatch - 1));
     }
   }
@@ -90,10 +90,23 @@ struct WgradOf {
     if (kIsShared || task.num_rows == 0 || (!call.has_dgrad() && !call.shape.is_mxfp8())) return true;
     const int32 macrobatch = block_macrobatch(call.shape, task.block);
     if (is_carried_in(call, task) || !is_carried_out(call, task) || !has_carry_in(call, macrobatch)) return true;
-    return signals.wait_local(Edge::carry_done, carry_index(call, task.part, macrobatch), 1);
+    return signals.wait_local(Edge::carry_done, carry_index(call, carry_unit(call, task), macrobatch), 1);
   }
 
-  // The FP32 tile [kWgradRows, kWgradCols] that the sums start from; null: from zero.
+  // The first unit of the carry that a tile has; the others follow. Its number tells the tile's signals from others'.
+  MOK_DEVICE static int32 carry_unit(const Call& call, const Task& task) {
+    const WgradTile tile = decode(call, task);
+    const int32 inner = static_cast<int32>(expert_width(call)), hidden = call.shape.hidden_size;
+    const int32 per_gate = ceil_div(inner, kCarryRows) * ceil_div(hidden, kCarryCols);
+    const int32 across = ceil_div(tile.weight == WgradTile::down ? inner : hidden, kCarryCols);
+    return static_cast<int32>(tile.weight) * per_gate + tile.first_row / kCarryRows * across +
+           tile.first_col / kCarryCols;
+  }
+  // Where an element of the tile is in its carry.
+  MOK_DEVICE static int32 carry_offset(int32 row, int32 col) {
+    return col / kCarryCols * (kCarryRows * kCarryCols) + row * kCarryCols + col % kCarryCols;
+  }
+  // The FP32 sums that the tile starts from, at carry_offset; null: from zero.
   MOK_DEVICE static const float* carry_in(const Call& call, const Task& task) {
     return is_carried_in(call, task) ? carry_tile(call, task) : nullptr;
   }
@@ -138,7 +151,7 @@ struct WgradOf {
       const BlockRange blocks = expert_blocks(call, task.expert, macrobatch);
       // The carry has been read, or left, or both.
       if (is_carried_in(call, task) || is_carried_out(call, task))
-        signals.add(Edge::carry_done, carry_index(call, task.part, macrobatch));
+        signals.add(Edge::carry_done, carry_index(call, carry_unit(call, task), macrobatch));
       for (int32 slot = block_slot(s, blocks.first); slot <= block_slot(s, blocks.end - 1); ++slot)
         signals.add(Edge::slot_free, slot_index(s, macrobatch, slot));
     }
@@ -201,7 +214,7 @@ struct WgradOf {
     return call.schedule.segment_start[task.expert + 1] / call.shape.row_block() > next;
   }
   MOK_DEVICE static float* carry_tile(const Call& call, const Task& task) {
-    return call.at<float>(Region::carry) + int64{task.part} * kWgradRows * kWgradCols;
+    return call.at<float>(Region::carry) + int64{carry_unit(call, task)} * kCarryRows * kCarryCols;
   }
 };
 

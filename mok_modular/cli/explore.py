@@ -23,8 +23,8 @@ from typing import Any
 
 from mok_modular.protocol.call import Call, has_both_roles, kernel_arguments, launches
 from mok_modular.protocol.config import MoKConfig
+from mok_modular.protocol.extension import extension
 from mok_modular.protocol.plan import Plan, all_plans
-from mok_modular.protocol.sizes import extension
 from mok_modular.targets.cuda.device import kernel_of
 from mok_modular.targets.cuda.grid import MIN_SHARED_SMS
 from mok_modular.targets.cuda.order import in_streams

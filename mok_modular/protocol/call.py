@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mok_modular.protocol.config import MoKConfig
 from mok_modular.protocol.plan import Launch, Plan, group_mask
+from mok_modular.protocol.roster import roster
 
 STREAMS = {"comm": 0, "compute": 1}
 
@@ -74,7 +75,7 @@ def launches(call: Call, shape: Any) -> list[Launch]:
 
 def last_remote_launch(in_order: Sequence[Launch]) -> int:
     """The launch behind which a rank has no remote access left; -1 if none works through the ring."""
-    remote = ("dispatch", "combine", "reverse_combine", "reverse_dispatch")
+    remote = roster().communicating
     windowed = [i for i, launch in enumerate(in_order) if group_mask(launch.stages)]
     reaching = [i for i in windowed if any(stage in in_order[i].stages for stage in remote)]
     return max(reaching or windowed, default=-1)
@@ -114,10 +115,10 @@ def kernel_arguments(in_order: Sequence[Launch]) -> list[KernelArguments]:
 
 def has_both_roles(launch: Launch, *, is_pull_combine: bool) -> bool:
     """Whether a kernel holds communication and compute tasks: then workers of two roles may draw them."""
-    has_comm = (
-        "dispatch" in launch.stages
-        or "reverse_combine" in launch.stages
-        or ("combine" in launch.stages and is_pull_combine)
-    )
-    has_compute = any(stage in launch.stages for stage in ("gate_up", "swiglu", "down", "down_dgrad"))
-    return has_comm and has_compute
+    own = [
+        stage
+        for stage in launch.stages
+        if roster().has_own_tasks(stage, launch.stages, is_pull_combine=is_pull_combine)
+    ]
+    communicating = roster().communicating
+    return not communicating.isdisjoint(own) and not communicating.issuperset(own)

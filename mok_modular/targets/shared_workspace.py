@@ -12,8 +12,9 @@ from torch import Tensor
 
 from mok_modular.protocol.call import Call, has_both_roles, kernel_arguments, launches
 from mok_modular.protocol.config import MoKConfig
+from mok_modular.protocol.extension import extension
 from mok_modular.protocol.plan import Launch, group_mask
-from mok_modular.protocol.sizes import Sizes, extension
+from mok_modular.protocol.sizes import Sizes
 from mok_modular.protocol.trace import Trace
 from mok_modular.swap import Swap
 

@@ -234,7 +234,7 @@ MUTATIONS = [
     ),
     Mutation(
         "csrc/stages/wgrad.h",
-        "signals.add(Edge::carry_done, carry_index(call, task.part, macrobatch));",
+        "signals.add(Edge::carry_done, carry_index(call, carry_unit(call, task), macrobatch));",
         "signals.add(Edge::carry_done, carry_index(call, 0, macrobatch));",
         CPU + "test_faults.py -k backward",
     ),

@@ -139,6 +139,7 @@ void wgrad_tile(const Call& call, Worker& worker, const Task& task) {
   const WgradTile tile = S::decode(call, task);
   GemmScratch& scratch = gemm_scratch();
   float* acc = scratch.start(kWgradRows, kWgradCols);
+  static_assert(kWgradCols == kCarryCols, "a tile is one unit of the carry");
   constexpr std::size_t kTileBytes = std::size_t{kWgradRows} * kWgradCols * sizeof(float);
   if (const float* carry = S::carry_in(call, task)) std::memcpy(acc, carry, kTileBytes);
   const MatrixView b[2] = {{tile.b, tile.b_pitch, true}, {}};

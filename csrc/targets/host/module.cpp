@@ -19,11 +19,11 @@ using namespace nb::literals;
 namespace mok::host {
 void bind_cuda(nb::module_& m);
 void bind_mxfp8(nb::module_& m);
+void bind_roster(nb::module_& m);
 void bind_explore(nb::module_& m);
 // Only where stage code is compiled for the happens-before checker.
 void start_happens_before();
 std::vector<std::string> happens_before_races(long long* num_races, long long* num_accesses, long long* num_releases);
-void bind_mxfp8(nb::module_& m);
 }  // namespace mok::host
 
 namespace mok::kernels {
@@ -398,6 +398,7 @@ NB_MODULE(_host, m) {
   bind_program(m);
   bind_cuda(m);
   bind_mxfp8(m);
+  bind_roster(m);
   bind_explore(m);
   m.def("run", &run, "workspace"_a, "programs"_a, "order"_a, "seed"_a, "use_threads"_a, "timeout_s"_a,
         "start_timeout_s"_a, "lost_signals"_a = std::vector<std::tuple<std::string, int, int, long long>>{},
@@ -409,17 +410,6 @@ NB_MODULE(_host, m) {
         "blocks that the macrobatch has in the slot).");
   m.def("worst_case_rows", &worst_case_rows, "num_routes"_a, "num_local_experts"_a, "row_block"_a);
   m.def("num_counts", [] { return static_cast<int>(kNumCounts); });
-  m.def("stage_names", [] {
-    std::vector<std::string> names;
-    for (int i = 0; i < kNumStages; ++i) names.push_back(stage_name(static_cast<Stage>(i)));
-    return names;
-  });
-  m.def("cross_rank_edges", [] {
-    std::vector<std::string> names;
-    for (int i = 0; i < kNumEdges; ++i)
-      if (is_cross_rank(static_cast<Edge>(i))) names.push_back(edge_name(static_cast<Edge>(i)));
-    return names;
-  });
 #ifdef MOK_CHECKED
   m.def("start_happens_before", &start_happens_before);
   m.def("happens_before_races", [] {
@@ -428,11 +418,6 @@ NB_MODULE(_host, m) {
     return std::make_tuple(races, num_races, num_accesses, num_releases);
   });
 #endif
-  m.def("edge_names", [] {
-    std::vector<std::string> names;
-    for (int i = 0; i < kNumEdges; ++i) names.push_back(edge_name(static_cast<Edge>(i)));
-    return names;
-  });
   m.def("build_info", [] {
     std::map<std::string, std::string> info;
     info["compiler"] = MOK_COMPILER;

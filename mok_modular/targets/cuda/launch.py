@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mok_modular.protocol.sizes import extension
+from mok_modular.protocol.extension import extension
 from mok_modular.targets.cuda.device import Device, Function, check, driver, encode_map
 
 MAX_LOCAL_RANKS = 8
