@@ -7,6 +7,7 @@
 #include <array>
 
 #include "explore/model.h"
+#include "protocol/roster.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -4,28 +4,10 @@
 #include <string>
 #include <vector>
 
+#include "explore/processes.h"
 #include "explore/recorder.h"
 
 namespace mok::explore {
-
-using mok_explore::Action;
-
-struct ModelTask {
-  Stage stage;
-  int block;
-  std::vector<Action> actions;
-  int name;
-};
-
-struct Kernel {
-  std::vector<ModelTask> tasks, compute_tasks;  // in the order of tickets; the second where roles are apart
-  bool has_roles = false;
-  std::vector<Action> leaving;  // what follows the tasks of a worker
-  int stream = 0;
-  bool is_join = false;
-  int role_word = -1,
-      comm_arrivals = 0;  // where a CTA's role follows from its arrival: a bit for those that communicate
-};
 
 class Faults {
  public:

@@ -1,11 +1,11 @@
 // From a setup to a model: every rank's launches, their tasks in the order of protocol/tasks.h, what each waits for and
 // publishes, which workers there are, and planted faults. Recorded waits and signals are held against the edge table.
 #include <algorithm>
-#include <array>
 #include <stdexcept>
 
 #include "explore/cells.h"
 #include "explore/faults.h"
+#include "explore/processes.h"
 #include "explore/recorder.h"
 #include "protocol/edge_table.h"
 #include "protocol/leave.h"
@@ -21,17 +21,12 @@ constexpr int kEpochAfterReset = 20;
 class Builder {
  public:
   explicit Builder(const Setup& setup)
-      : setup_(setup), R_(setup.num_ranks), ranks_(setup), faults_(setup.fault), is_aborting_(setup.is_expiry_allowed) {
+      : setup_(setup), R_(setup.num_ranks), ranks_(setup), faults_(setup.fault), processes_(setup, model_) {
     model_.num_ranks = R_;
     model_.is_careless = faults_.is("writes_after_false_wait");
   }
 
   Model build() {
-    lanes_.resize(static_cast<std::size_t>(R_));
-    const std::size_t num_lanes = std::array<std::size_t, 4>{1, 2, 0, 4}[static_cast<std::size_t>(setup_.workers)];
-    for (int rank = 0; rank < R_; ++rank)
-      lanes_[static_cast<std::size_t>(rank)].assign(num_lanes, Process{rank, {}, {}});
-    ended_.assign(static_cast<std::size_t>(R_), {-1, 0});
     for (const char kind : setup_.sequence) {
       if (kind == 'R') {
         reset();
@@ -41,19 +36,11 @@ class Builder {
       for (rank_ = 0; rank_ < R_; ++rank_)
         ranks_.begin_call(rank_, kind_of(kind), rows_of(kind), call_, context_of(kind));
       const Args args(ranks_.call(0));  // epochs move on when the last kernel is left
-      for (rank_ = 0; rank_ < R_; ++rank_) place(kernels_of(kind));
+      for (rank_ = 0; rank_ < R_; ++rank_) processes_.place(rank_, call_, kernels_of(kind));
       faults_.end_call(args);
     }
-    for (const auto& [key, id] : words_) {
-      const auto found = reset_values_.find(key.second);
-      if (found == reset_values_.end()) continue;
-      const bool is_zeroed =
-          faults_.is("reset_zeroes_done") && model_.words[static_cast<std::size_t>(id)].starts_with("done");
-      model_.reset_words.emplace_back(id, is_zeroed ? 0 : static_cast<int>(found->second));
-    }
-    for (auto& rank : lanes_)
-      for (Process& process : rank) model_.processes.push_back(std::move(process));
-    if (!host_.actions.empty()) model_.processes.push_back(std::move(host_));
+    set_reset_words();
+    processes_.finish();
     return std::move(model_);
   }
 
@@ -111,7 +98,8 @@ class Builder {
         const int64 index = role_counter(counting);
         kernel.role_word = word({Op::add, Edge::tickets, index, args.counter(Edge::tickets, index), 1, rank_, rank_});
         for (int arrival = 0; arrival < 31; ++arrival)
-          if (only_communicates(arrival, min_of(row.num_comm_ctas, kNumCtas / 2))) kernel.comm_arrivals |= 1 << arrival;
+          if (only_communicates(arrival, min_of(row.num_comm_ctas, Processes::kNumCtas / 2)))
+            kernel.comm_arrivals |= 1 << arrival;
       }
       kernel.leaving = leaving(args, launch, kernel.has_roles ? 2 : 1);
       kernels.push_back(std::move(kernel));
@@ -164,8 +152,8 @@ class Builder {
              std::to_string(block_macrobatch(call.shape, task.block));
     if (task.stage == Stage::dispatch && call.shape.is_push_dispatch) return at("push dispatch", task.part);
     if (task.stage == Stage::combine && call.shape.is_pull_combine) return at("pull combine", task.part);
-    const bool is_replay = holds(kReplay, task.stage) && call.kind != CallKind::forward;
-    return at(is_replay ? "replayed " + name : name, task.block, is_product(task.stage) ? task.part : -1);
+    return at(call.is_backward() && holds(kReplay, task.stage) ? "replayed " + name : name, task.block,
+              is_product(task.stage) ? task.part : -1);
   }
 
   // The tasks of a schedule, as in csrc/split/schedule.cu.
@@ -211,7 +199,7 @@ class Builder {
   // A worker's way out of a kernel.
   std::vector<Action> leaving(const Args& args, const Launch& launch, int num_workers) {
     begin(launch.group ? first_of(launch.group) : launch.stage, 0, "last worker out");
-    if (is_aborting_ && launch.is_last_group) act(Op::draw, 0, 0);
+    if (setup_.is_expiry_allowed && launch.is_last_group) act(Op::draw, 0, 0);
     const bool is_last = launch.group == 0 && (launch.stage == Stage::reduce || launch.stage == Stage::schedule);
     const Edge exited = launch.stage == Stage::schedule ? Edge::schedule_exited : Edge::exited;
     if (!faults_.sends_no_done(args.call))
@@ -260,15 +248,8 @@ class Builder {
       name += record.value & 1 ? " odd" : " even";
     name += " of rank " + std::to_string(record.at_rank);
     if (!is_cross_rank(record.edge)) name += ", call " + std::to_string(call_);
-    model_.words.push_back(name);
-    model_.initial_words.push_back(0);
+    add_word(model_, name);
     return found->second;
-  }
-  // Of the model's own: launches that are over.
-  int word(const std::string& name) {
-    model_.words.push_back(name);
-    model_.initial_words.push_back(0);
-    return static_cast<int>(model_.words.size()) - 1;
   }
   int cell(const std::string& name) {
     const auto [found, is_new] = cells_.try_emplace(name, static_cast<int>(model_.cells.size()));
@@ -279,121 +260,37 @@ class Builder {
     return found->second;
   }
 
-  // ---- from kernels to processes ----
-
-  void push(Process& process, const Action& action) {
-    process.actions.push_back(action);
-    process.exit.push_back(0);
-  }
-
   // Epochs go on above all others.
   void reset() {
-    for (const auto& [word, count] : ended_) push(host_, Action{Op::start, word, count});
-    push(host_, Action{Op::reset});
-    opened_ = word("reset after call " + std::to_string(call_));
-    push(host_, Action{Op::leave, opened_, 1});
+    processes_.reset(call_);
     const Epochs agreed{kEpochAfterReset, kEpochAfterReset, kEpochAfterReset, 1};
     for (int rank = 0; rank < R_; ++rank) {
       ranks_.epochs(rank) = agreed;
       for (const auto& [address, value] : ranks_.words_after_reset(rank, agreed)) reset_values_[address] = value;
     }
   }
-
-  static constexpr int kNumCtas = 2;  // of a kernel on a GPU
-
-  void place(const std::vector<Kernel>& kernels) {
-    const std::string prefix = "launch of rank " + std::to_string(rank_) + ", call " + std::to_string(call_) + ", ";
-    auto& lanes = lanes_[static_cast<std::size_t>(rank_)];
-    auto& ended = ended_[static_cast<std::size_t>(rank_)];
-    std::vector<std::pair<int, int>> gone;  // words that count who has left a kernel, and how many must
-    for (std::size_t k = 0; k < kernels.size(); ++k) {
-      const Kernel& kernel = kernels[k];
-      const int size = setup_.workers == Workers::tasks ? static_cast<int>(kernel.tasks.size()) + 1
-                       : kernel.has_roles               ? 2
-                                                        : 1;
-      std::vector<Action> before;
-      if (opened_ >= 0) before.push_back(Action{Op::start, opened_, 1});
-      if (ended.first >= 0) before.push_back(Action{Op::start, ended.first, ended.second});
-      for (std::size_t other = 0; other < k; ++other)
-        if (kernel.is_join || kernels[other].stream == kernel.stream)
-          before.push_back(Action{Op::start, gone[other].first, gone[other].second});
-      gone.emplace_back(word(prefix + std::to_string(k)), size);
-      const Action leave{Op::leave, gone[k].first, 1};
-      if (setup_.workers == Workers::tasks) {
-        for (const ModelTask& task : kernel.tasks) place_alone(before, actions_of({task}), leave);
-        before.push_back(Action{Op::start, gone[k].first, size - 1});
-        place_alone(before, kernel.leaving, leave);
-      } else if (kernel.role_word >= 0) {
-        const std::vector<Action> actions = of_any_role(kernel, word(prefix + std::to_string(k) + ", compute tasks"));
-        for (int cta = 0; cta < kNumCtas; ++cta) append(lane(lanes, kernel, cta), before, actions, leave);
-      } else {
-        for (int role = 0; role < size; ++role) {
-          std::vector<Action> actions = actions_of(role == 0 ? kernel.tasks : kernel.compute_tasks);
-          actions.insert(actions.end(), kernel.leaving.begin(), kernel.leaving.end());
-          append(lane(lanes, kernel, role), before, actions, leave);
-        }
-      }
+  // The model knows all its words only in the end.
+  void set_reset_words() {
+    for (const auto& [key, id] : words_) {
+      const auto found = reset_values_.find(key.second);
+      if (found == reset_values_.end()) continue;
+      const bool is_done = model_.words[static_cast<std::size_t>(id)].starts_with(edge_name(Edge::done));
+      const bool is_zeroed = is_done && faults_.is("reset_zeroes_done");
+      model_.reset_words.emplace_back(id, is_zeroed ? 0 : static_cast<int>(found->second));
     }
-    ended = gone.back();
-  }
-  Process& lane(std::vector<Process>& lanes, const Kernel& kernel, int role) const {
-    const int stream = kernel.stream;
-    const int at = setup_.workers == Workers::one    ? 0
-                   : setup_.workers == Workers::ctas ? kNumCtas * stream + role
-                   : kernel.has_roles                ? role
-                                                     : stream;
-    return lanes[static_cast<std::size_t>(at)];
-  }
-  std::vector<Action> actions_of(const std::vector<ModelTask>& tasks) const {
-    std::vector<Action> actions;
-    for (const ModelTask& task : tasks) {
-      if (is_aborting_) actions.push_back(Action{Op::draw, 0, 0, 0, task.name});
-      actions.insert(actions.end(), task.actions.begin(), task.actions.end());
-    }
-    return actions;
-  }
-  // A CTA communicates or computes. The compute tasks are drawn by the first that comes to them.
-  std::vector<Action> of_any_role(const Kernel& kernel, int claim) const {
-    const std::vector<Action> comm = actions_of(kernel.tasks), compute = actions_of(kernel.compute_tasks);
-    const int num_comm = static_cast<int>(comm.size()), num_compute = static_cast<int>(compute.size());
-    std::vector<Action> actions{Action{Op::role, kernel.role_word, kernel.comm_arrivals, num_comm + 1}};
-    actions.insert(actions.end(), comm.begin(), comm.end());
-    actions.push_back(Action{Op::jump, 0, 0, num_compute + 1});
-    actions.push_back(Action{Op::arrive, claim, 1, num_compute});
-    actions.insert(actions.end(), compute.begin(), compute.end());
-    actions.insert(actions.end(), kernel.leaving.begin(), kernel.leaving.end());
-    return actions;
-  }
-  void place_alone(const std::vector<Action>& before, const std::vector<Action>& actions, const Action& leave) {
-    Process process{rank_, {}, {}};
-    append(process, before, actions, leave);
-    model_.processes.push_back(std::move(process));
-  }
-  void append(Process& process, const std::vector<Action>& before, const std::vector<Action>& actions,
-              const Action& leave) {
-    const std::size_t begin = process.actions.size();
-    for (const Action& action : before) push(process, action);
-    for (const Action& action : actions) push(process, action);
-    push(process, leave);
-    for (std::size_t i = begin; i < process.actions.size(); ++i)
-      process.exit[i] = static_cast<int>(process.actions.size()) - 1;
   }
 
   const Setup& setup_;
   const int R_;
   Ranks ranks_;
   Faults faults_;
-  const bool is_aborting_;
   Model model_;
+  Processes processes_;
   std::map<std::pair<int, const Word*>, int> words_;
   std::map<std::string, int> cells_;
   std::map<const Word*, Word> reset_values_;
   ModelTask task_{};
-  std::vector<std::vector<Process>> lanes_;  // by rank
-  Process host_{0, {}, {}};
-  std::vector<std::pair<int, int>> ended_;  // by rank: word that says its last call is over, and what it then holds
-  int opened_ = -1;                         // word: the last reset is over
-  std::vector<int> contexts_;               // calls whose context no backward has used
+  std::vector<int> contexts_;  // calls whose context no backward has used
   int rank_ = 0, call_ = 0, context_ = 0;
 };
 
