@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from collections.abc import Iterator
 
 import torch
 from bar import Bar
 
-from mok_modular.testing.covering import covering_array, missing, run_array
+from mok_modular.testing.covering import covering_array, missing, run_array, unplain
 from mok_modular.testing.fuzz import run_cases
 
 SEED = 7
 NUM_UNLIKE_RUNS = 200
 
 
-def bars(quick: bool = False, seconds: float | None = None) -> Iterator[Bar]:
+def bars(quick: bool, seconds: float | None = None) -> Iterator[Bar]:
     """seconds: of the random runs."""
     torch.set_num_threads(1)
     yield from covering_bars(quick)
@@ -25,8 +27,8 @@ def bars(quick: bool = False, seconds: float | None = None) -> Iterator[Bar]:
         num_cases += 1
         num_failed += bool(outcome.failures)
         if outcome.failures:
-            print(outcome.case.command("cpu"), *outcome.failures, sep="\n  ", flush=True)
-    yield Bar(f"random cases on CPU ranks, three plans each, in {seconds:g} s", num_cases, "at least", 20)
+            print(outcome.case.command("cpu"), *outcome.failures, sep="\n  ", file=sys.stderr, flush=True)
+    yield Bar(f"random cases on CPU ranks, three plans each, in {seconds:g} s", num_cases, "at least", 10)
     yield Bar("random cases that fail", num_failed, "at most", 0)
     yield from thread_bars(20 if quick else NUM_UNLIKE_RUNS)
 
@@ -34,7 +36,8 @@ def bars(quick: bool = False, seconds: float | None = None) -> Iterator[Bar]:
 def covering_bars(quick: bool) -> Iterator[Bar]:
     start_s = time.process_time()
     rows = covering_array("host", 2)
-    wrong = [text for _, _, text in run_array(rows) if text]
+    wrong = [f"--choice '{json.dumps(unplain(choice, 'host'))}': {text}" for _, choice, text in run_array(rows) if text]
+    print(*wrong, sep="\n", end="", file=sys.stderr, flush=True)
     used_s = time.process_time() - start_s
     yield Bar("pairs of options that no run has", len(missing(rows, "host", 2)), "at most", 0)
     yield Bar(f"runs for every pair of options, {len(rows)}: that differ", len(wrong), "at most", 0)

@@ -5,7 +5,6 @@ python benchmarks/bars.py hopper_cover --seconds 500
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import time
@@ -17,11 +16,11 @@ from typing import Any
 import torch
 from bar import Bar
 
+from mok_modular.protocol.errors import format_table
 from mok_modular.testing.covering import covering_array, missing, run_array, unplain
 from mok_modular.testing.fuzz import run_cases
 from mok_modular.testing.kernels import all_kernels, compile_kernels
 from mok_modular.testing.options import Choice
-from mok_modular.text import format_table
 
 DEVICE = "cuda:0"
 SEED = 7
@@ -32,7 +31,7 @@ figures: dict[str, Any] = {}
 """Numbers of runs and cases, seconds, the largest errors, and every failure with what repeats it."""
 
 
-def bars(quick: bool = False, seconds: float | None = None) -> Iterator[Bar]:
+def bars(quick: bool, seconds: float | None = None) -> Iterator[Bar]:
     """seconds: of the whole group, kernels included; random cases end with it. quick: pairs, and 100 cases."""
     if not torch.cuda.is_available():
         raise SystemExit("hopper_cover needs a GPU of compute capability 9.0")

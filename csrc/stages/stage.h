@@ -48,11 +48,11 @@ MOK_DEVICE bool wait_slot_free(const Call& call, int32 block, Signals<Worker>& s
   return true;
 }
 
-// After a slot's rows have been used up: one arrival of the row block.
+// After a row block's rows have been used up: arrivals at its slot, one for each task unless `count` says otherwise.
 template <class Worker>
-MOK_DEVICE void free_slot(const Call& call, int32 block, Signals<Worker>& signals) {
+MOK_DEVICE void free_slot(const Call& call, int32 block, Signals<Worker>& signals, Word count = 1) {
   signals.add(Edge::slot_free,
-              slot_index(call.shape, block_macrobatch(call.shape, block), block_slot(call.shape, block)));
+              slot_index(call.shape, block_macrobatch(call.shape, block), block_slot(call.shape, block)), count);
 }
 
 // Where an output row goes: the cell of its route at its source; null for padding, which is never sent back.

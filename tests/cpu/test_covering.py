@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mok_modular import LocalGroup, MoE, MoKConfig
-from mok_modular.testing import choice_calls, covering, options
+from mok_modular.testing import choice_calls, covering, faults, options
 from mok_modular.testing.covering import covering_array, missing, run_array, unplain
 from mok_modular.testing.differential import Differential
 from mok_modular.testing.options import ALL, EXCLUDED, OPTIONS, RULES, broken_rule, plain, values_of
@@ -132,6 +132,17 @@ def test_a_wrong_base_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     text = Differential().difference({**plain("host"), "num_ranks": 1, "tokens": "even"})
     assert text.startswith("DifferenceError: the base of")
     assert "d_x: TensorCheck(" in text
+
+
+def test_a_hang_is_told_and_the_next_run_is_right() -> None:
+    runs = Differential()
+    choice = {**plain("host"), "room": "cached", "tokens": "even"}
+    assert runs.difference(choice) == ""
+    with faults.plant(faults.drop("x_ready", rank=1)):
+        text = runs.difference(choice)
+    assert text.startswith("MoKDeadlockError: ")
+    assert "nobody will publish x_ready" in text
+    assert runs.difference(choice) == ""
 
 
 def test_errors_are_told_with_a_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,24 @@ def test_the_table_of_swapping_is_the_code() -> None:
     assert named == set(RULES)
 
 
+def test_the_commands_that_ci_runs_are_there() -> None:
+    """.ci/run takes the two lines of the first block."""
+    block = re.findall(r"^```sh\n(.*?)^```", README, flags=re.M | re.S)[0]
+    commands = [line.partition("  #")[0].rstrip() for line in block.splitlines()]
+    assert commands == ["pip install . && mok-modular run", "pip install '.[test]' && pytest"]
+
+
+def test_pytest_says_what_it_leaves_out() -> None:
+    one_slow_test = Path(__file__).with_name("test_held_sms.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(one_slow_test)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
+    assert "left out: 1 slow tests" in done.stdout
+    assert "pip install '.[dev]' && pytest -m slow" in done.stdout
+
+
 def test_commands_of_readme_exist(capsys: pytest.CaptureFixture[str]) -> None:
     console = "\n".join(re.findall(r"^```console\n(.*?)^```", README, flags=re.M | re.S))
     commands = re.findall(r"^\$ mok-modular (.*?)(?:  +#.*)?$", console, flags=re.M)
