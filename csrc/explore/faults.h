@@ -6,6 +6,7 @@
 
 #include "explore/processes.h"
 #include "explore/recorder.h"
+#include "protocol/tasks.h"
 
 namespace mok::explore {
 

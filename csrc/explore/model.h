@@ -3,7 +3,8 @@
 // Words only grow, but for a reset.
 //
 // Waits, signals, their counts and the order of tasks are those of csrc/stages and csrc/protocol, recorded (recorder.h),
-// and the launches are the targets' own. Made here are cells (cells.cpp), which processes there are, and planted faults.
+// and the launches are the targets' own. Made here are cells (task_actions.cpp), processes and planted
+// faults.
 #pragma once
 
 #include <cstdint>

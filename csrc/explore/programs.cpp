@@ -3,12 +3,13 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "explore/cells.h"
 #include "explore/faults.h"
 #include "explore/processes.h"
 #include "explore/recorder.h"
+#include "explore/task_actions.h"
 #include "protocol/edge_table.h"
 #include "protocol/leave.h"
+#include "stages/schedule.h"
 
 namespace mok::explore {
 
@@ -119,26 +120,18 @@ class Builder {
       begin(task.stage, task.block, name_of(args.call, task));
       const bool is_zero_copy = setup_.is_zero_copy && task.stage == Stage::publish && !args.call.is_backward();
       if (is_zero_copy) act(Op::write, cell("x of rank " + std::to_string(rank_)), version_of(call_));  // by the caller
-      if (!(task.stage == Stage::reduce && faults_.returns_early(args.call)))
-        visit(args.call.shape, task.stage, [&](auto stage) { run(stage, args, task); });
+      if (!(task.stage == Stage::reduce && faults_.returns_early(args.call))) run(args, task);
       tasks.push_back(end());
     }
     return tasks;
   }
-  template <class S>
-  void run(S, const Args& args, const Task& task) {
-    add(faults_.planted(args, S::kStage, task, record(args, 1, [&](Worker& worker) {
-                          Signals<Worker> signals(args, worker);
-                          if (!S::needs(args, task, signals)) throw std::logic_error("a recorded wait was not over");
-                        })));
+  void run(const Args& args, const Task& task) {
+    add(faults_.planted(args, task.stage, task, recorded_needs(args, task)));
     for (const Access& access : accesses_of(ranks_, args.call, task, call_, context_))
       act(access.op, cell(access.cell), access.version);
-    add(faults_.planted(args, S::kStage, task, record(args, 1, [&](Worker& worker) {
-                          Signals<Worker> signals(args, worker);
-                          S::publishes(args, task, signals);
-                        })));
+    add(faults_.planted(args, task.stage, task, recorded_publishes(args, task)));
     const bool has_output = args.call.kind == CallKind::forward || args.call.has_dgrad();
-    if (S::kStage == Stage::reduce && has_output) act(Op::finish, 0, 0);
+    if (task.stage == Stage::reduce && has_output) act(Op::finish, 0, 0);
   }
 
   static std::string at(const std::string& name, int a, int b = -1) {

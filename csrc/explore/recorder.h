@@ -5,19 +5,7 @@
 #include <vector>
 
 #include "explore/model.h"
-#include "stages/combine.h"
-#include "stages/dispatch.h"
-#include "stages/grouped_dgrad.h"
-#include "stages/grouped_gemm.h"
-#include "stages/publish.h"
-#include "stages/quantize.h"
-#include "stages/reduce.h"
-#include "stages/reverse_combine.h"
-#include "stages/reverse_dispatch.h"
-#include "stages/schedule.h"
-#include "stages/swiglu.h"
-#include "stages/swiglu_backward.h"
-#include "stages/wgrad.h"
+#include "protocol/signals.h"
 
 namespace mok::explore {
 
@@ -109,21 +97,6 @@ std::vector<Record> record(const Args& args, int num_workers, F&& f) {
     records[static_cast<std::size_t>(at)].skip = static_cast<int>(skip);
   }
   return records;
-}
-
-// f(type of the stage), in the way that the shape says.
-template <class F>
-void visit(const Shape& shape, Stage stage, F&& f) {
-#define MOK_VISIT(name, Type, file, place, ...)       \
-  if constexpr (Place::place != Place::apart)         \
-    if (stage == Stage::name) {                       \
-      (void)in_its_way(shape, Type{}, [&](auto way) { \
-        f(way);                                       \
-        return true;                                  \
-      });                                             \
-    }
-  MOK_STAGES(MOK_VISIT)
-#undef MOK_VISIT
 }
 
 }  // namespace mok::explore

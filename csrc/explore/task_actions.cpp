@@ -1,8 +1,10 @@
-#include "explore/cells.h"
+#include "explore/task_actions.h"
 
 #include <algorithm>
 
-#include "explore/recorder.h"
+#include "fused/stages.h"
+#include "stages/publish.h"
+#include "stages/reduce.h"
 
 namespace mok::explore {
 
@@ -11,6 +13,21 @@ using namespace mok_explore;
 int version_of(int call_idx, int block) { return call_idx * kVersionsOfCall + block + 1; }
 
 namespace {
+
+// f(type of the stage), in the way that the shape says.
+template <class F>
+void visit(const Shape& shape, Stage stage, F&& f) {
+#define MOK_VISIT(name, Type, file, place, ...)       \
+  if constexpr (Place::place != Place::apart)         \
+    if (stage == Stage::name) {                       \
+      (void)in_its_way(shape, Type{}, [&](auto way) { \
+        f(way);                                       \
+        return true;                                  \
+      });                                             \
+    }
+  MOK_STAGES(MOK_VISIT)
+#undef MOK_VISIT
+}
 
 // Row blocks are one cell a column tile of the product that makes them; rows that go to another rank are one cell for all
 // of a row block that go there together.
@@ -26,6 +43,9 @@ class Accesses {
         context_of_(context_of) {}
 
   std::vector<Access> all;
+
+  template <class S>
+  void run(S) {}
 
   // ---- of both passes ----
   void run(Publish) {
@@ -251,6 +271,27 @@ class Accesses {
 };
 
 }  // namespace
+
+std::vector<Record> recorded_needs(const Args& args, const Task& task) {
+  std::vector<Record> records;
+  visit(args.call.shape, task.stage, [&](auto stage) {
+    records = record(args, 1, [&](Worker& worker) {
+      Signals<Worker> signals(args, worker);
+      if (!stage.needs(args, task, signals)) throw std::logic_error("a recorded wait was not over");
+    });
+  });
+  return records;
+}
+std::vector<Record> recorded_publishes(const Args& args, const Task& task) {
+  std::vector<Record> records;
+  visit(args.call.shape, task.stage, [&](auto stage) {
+    records = record(args, 1, [&](Worker& worker) {
+      Signals<Worker> signals(args, worker);
+      stage.publishes(args, task, signals);
+    });
+  });
+  return records;
+}
 
 std::vector<Access> accesses_of(const Ranks& ranks, const Call& call, const Task& task, int call_idx, int context_of) {
   Accesses accesses(ranks, call, task, call_idx, context_of);
