@@ -101,3 +101,7 @@ void bind_explore(nb::module_& m) {
 }
 
 }  // namespace mok::host
+
+#ifdef MOK_EXPLORE_ALONE
+NB_MODULE(_explore, m) { mok::host::bind_explore(m); }
+#endif

@@ -14,19 +14,26 @@ int version_of(int call_idx, int block) { return call_idx * kVersionsOfCall + bl
 
 namespace {
 
-// f(type of the stage), in the way that the shape says.
+// f(type of the stage), in the way that the shape says. A schedule has tasks of another kind.
 template <class F>
 void visit(const Shape& shape, Stage stage, F&& f) {
-#define MOK_VISIT(name, Type, file, place, ...)       \
-  if constexpr (Place::place != Place::apart)         \
-    if (stage == Stage::name) {                       \
-      (void)in_its_way(shape, Type{}, [&](auto way) { \
-        f(way);                                       \
-        return true;                                  \
-      });                                             \
-    }
+#define MOK_VISIT_windowed(name, Type)              \
+  if (stage == Stage::name) {                       \
+    (void)in_its_way(shape, Type{}, [&](auto way) { \
+      f(way);                                       \
+      return true;                                  \
+    });                                             \
+  }
+#define MOK_VISIT_prologue(name, Type) MOK_VISIT_windowed(name, Type)
+#define MOK_VISIT_last(name, Type) MOK_VISIT_windowed(name, Type)
+#define MOK_VISIT_apart(name, Type)
+#define MOK_VISIT(name, Type, file, place, ...) MOK_VISIT_##place(name, Type)
   MOK_STAGES(MOK_VISIT)
 #undef MOK_VISIT
+#undef MOK_VISIT_apart
+#undef MOK_VISIT_last
+#undef MOK_VISIT_prologue
+#undef MOK_VISIT_windowed
 }
 
 // Row blocks are one cell a column tile of the product that makes them; rows that go to another rank are one cell for all

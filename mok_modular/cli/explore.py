@@ -3,14 +3,14 @@
     for result in explore("FFBB"):                 # all plans, R = 2 with one expired wait and R = 3 without
         print(result.setup.name, result.num_states, result.verdict)
 
-A model is what is left of calls without arithmetic. Real in it, from the sources that were compiled: the waits and signals
-of every stage (`needs` and `publishes` of csrc/stages), what counts them, the order of tasks, what a worker does when it
-leaves a kernel, and the launches of the host target or of a GPU. Modelled (csrc/explore/): which cells a task reads and
-writes, and the workers. A few rows stand for many: a row block has one copy task, and two or three tiles of a product.
+A model is what is left of calls without arithmetic. From the sources that were compiled come the waits and signals of
+every stage (`needs` and `publishes` of csrc/stages), what counts them, the order of tasks, what a worker does when it
+leaves a kernel, and the launches of the host target or of a GPU. Modelled (csrc/explore/) are the cells that a task
+reads and writes, and the workers. Sizes are small: a row block has one copy task and two or three tiles of a product.
 
 A violation is a read that finds another version than it must, a deadlock, or an output made of what was written after a
-false wait. Words only grow, so most actions commute with whatever the others may do; those are done at once, and the search
-branches over the rest (partial-order reduction). `is_reduced=False` branches everywhere.
+false wait. Words only grow, so most actions commute with whatever the others may do; those are done at once, and the
+search branches over the rest (partial-order reduction). `is_reduced=False` branches everywhere.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ GPU_CALLS = {"S", "F"}
 MAX_STATES = 20_000_000
 
 _MIDDLE = "dispatch|gate_up+swiglu+down+combine"
-_FIRST_TWO = "dispatch+gate_up|swiglu+down+combine"
+FIRST_TWO = "dispatch+gate_up|swiglu+down+combine"
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,7 @@ class Setup:
         max_blocks = max(1, *(len(blocks) for blocks in self.layout.experts))
         shape = SimpleNamespace(max_generations=-(-max_blocks // self.layout.ring_blocks))
         config = self.config
-        call = Call(
-            KINDS[kind], config.plan, 0, 1, 1, {}, {}, {}, shared_size=1, is_mxfp8=self.is_mxfp8, config=config
-        )
+        call = Call(KINDS[kind], config.plan, 0, 1, 1, {}, {}, {}, shared_size=1, is_mxfp8=self.is_mxfp8, config=config)
         in_order = launches(call, shape)
         rows = []
         on_gpu = in_streams(config, call.kind, in_order, num_sms=MIN_SHARED_SMS)
@@ -223,8 +221,8 @@ def search(setup: Setup, *, is_reduced: bool = True, max_states: int = MAX_STATE
 
 def setups(sequence: str, plans: Sequence[Plan] | None = None) -> Iterator[Setup]:
     """All setups of a sequence: R = 2 with at most one expired wait, R = 3 without, in every plan; forwards also with
-    push dispatch, pull combine and pull once, recomputations also with zero-copy input. Schedules and forwards also in the
-    launches of a GPU, with and without SMs for communication."""
+    push dispatch, pull combine and pull once, recomputations also with zero-copy input. Sequences of schedules and
+    forwards also in the launches of a GPU, with and without SMs for communication."""
     for plan in plans if plans is not None else all_plans():
         for num_ranks, layouts in LAYOUTS.items():
             all_workers = ("one", "streams") if num_ranks == 2 else ("one", "streams", "tasks")
@@ -273,7 +271,7 @@ PLANTED: dict[str, Setup] = {
     "recompute_without_done": Setup("CC", "split", SMALL, "tasks", fault="recompute_without_done"),
     "recompute_returns_early": Setup("CF", "split", SMALL, "tasks", is_zero_copy=True, fault="recompute_returns_early"),
     "done_without_parity": Setup("FFF", _MIDDLE, LAYOUTS[2][1], "tasks", fault="done_without_parity"),
-    "done_before_publish": Setup("CCC", _FIRST_TWO, LAYOUTS[2][1], "tasks", fault="done_before_publish"),
+    "done_before_publish": Setup("CCC", FIRST_TWO, LAYOUTS[2][1], "tasks", fault="done_before_publish"),
     "ring_counts_generations": Setup("F", "split", LAYOUTS[2][0], "one", fault="ring_counts_generations"),
     "macrobatch_0_does_not_wait": Setup("F", "fused", ONE_GENERATION_EACH, "tasks", fault="macrobatch_0_does_not_wait"),
     "replay_does_not_wait": Setup("FB", "fused", THREE_GENERATIONS, "tasks", fault="replay_does_not_wait"),
@@ -295,7 +293,7 @@ PLANTED: dict[str, Setup] = {
         "F", "fused", _FULL_RING[2][1], "tasks", is_pull_once=True, fault="copies_without_x_ready"
     ),
     "roles_counted_by_call": Setup(
-        "F", _FIRST_TWO, ONE_GENERATION_EACH, "ctas", fault="roles_counted_by_call", num_comm_sms=1
+        "F", FIRST_TWO, ONE_GENERATION_EACH, "ctas", fault="roles_counted_by_call", num_comm_sms=1
     ),
 }
 """For each hole that a protocol like this can have, a setup in which it must be found."""

@@ -12,8 +12,11 @@ from mok_modular.targets.cuda.grid import Share, is_shared
 
 @dataclass(frozen=True)
 class GpuLaunch:
-    """A launch of a call. `is_last`: it also waits for the side stream. `share`: which SMs it gets. `num_comm_ctas`: CTAs
-    that only communicate where the kernel holds both kinds of tasks. `has_experts_in_turn`: see Launch in csrc/layout.h."""
+    """A launch of a call.
+
+    is_last: it also waits for the side stream. share: which SMs it gets. num_comm_ctas: CTAs that only communicate,
+    where the kernel holds both kinds of tasks. has_experts_in_turn: see `Launch` in csrc/layout.h.
+    """
 
     launch: Launch
     is_on_side: bool
@@ -29,8 +32,8 @@ def has_side_stream(config: MoKConfig, kind: str, num_sms: int) -> bool:
 
 
 def in_streams(config: MoKConfig, kind: str, in_order: Sequence[Launch], num_sms: int) -> list[GpuLaunch]:
-    """Two streams where communication has SMs of its own, else one. One launch after another in data-flow order on each:
-    a kernel waits only for kernels launched before it, so any serialisation of the two is right as well.
+    """Two streams where communication has SMs of its own, else one. On each, launches are in data-flow order: a kernel
+    waits only for kernels launched before it, so any serialisation of the two is right as well.
 
     num_sms: SMs that are not reserved.
     """
