@@ -9,10 +9,6 @@
 #include "protocol/arrivals.h"
 #include "protocol/signals.h"
 
-#if !defined(MOK_GROUP_BYTES)
-#define MOK_GROUP_BYTES (30 << 20)
-#endif
-
 namespace mok {
 
 struct Task {

@@ -4,6 +4,9 @@
 
 #if defined(MOK_TARGET_HOST)
 #include "targets/host/gemm_driver.h"
-#elif defined(MOK_TARGET_SM90)
-#include "targets/sm90/roles.h"
+#elif defined(MOK_TARGET_CUDA)
+#if defined(MOK_ARCH_SM90)
+#include "targets/sm90/consumer.h"
+#endif
+#include "targets/cuda/gemm/roles.h"
 #endif

@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from mok_modular.full_precision import no_autocast
 from mok_modular.protocol.call import Call
 from mok_modular.protocol.plan import STAGES
 from mok_modular.protocol.swap_rules import SIGNATURES, name_of
@@ -64,7 +65,7 @@ class Swap(SwappedCall):
 
         def run() -> bool:
             try:
-                with torch.no_grad():
+                with torch.no_grad(), no_autocast(), self.shared.group.as_rank(rank):
                     work(function, Window(self, rank, generation or 0))
             except BaseException as error:  # SystemExit too: raised again on its own rank when all have stopped
                 what = "" if stage == name else f" for {stage}"

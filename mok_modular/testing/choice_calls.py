@@ -302,7 +302,12 @@ def _run_layer(
 
 
 def _train(layer: MoE, inputs: Inputs, choice: Choice, rank: int) -> Tensors:
-    layer.main_grads = main_grads = _main_grads(inputs.weights, choice["main_grads"], rank)
+    main_grads = _main_grads(inputs.weights, choice["main_grads"], rank)
+    if main_grads is None:
+        layer.main_grads = None
+    else:
+        named = zip(WEIGHTS, main_grads, strict=True)
+        layer.main_grads = {f"w_{name}": tensor for name, tensor in named if tensor is not None}
     layer.zero_grad()
     x, router_weights = (t.detach().requires_grad_() for t in (inputs.x, inputs.router_weights))
     if choice["context"] == "recomputed":

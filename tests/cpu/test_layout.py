@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from mok_modular.targets.cuda.arch import ARCHES
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # What a C++ compiler needs to read the headers of the CUDA targets. No function of theirs is called.
@@ -18,7 +20,7 @@ float __uint_as_float(unsigned);
 unsigned __float_as_uint(float);
 float __fmaf_rn(float, float, float);
 """
-DEFINES = {"host": ("MOK_TARGET_HOST",), "sm_90a": ("MOK_TARGET_SM90",)}
+DEFINES = {"host": ("MOK_TARGET_HOST",), **{arch.name: arch.defines for arch in ARCHES}}
 
 SIZES = ((64, 64), (192, 64), (128, 2880), (2880, 640), (2880, 2880), (4096, 1536), (7168, 2048))
 """Hidden size and intermediate size: tiles of 128 and of 256 columns end at other places."""
@@ -50,10 +52,9 @@ int main() {
       Task task;
       task.stage = Stage::wgrad;
       task.part = part;
-      const WgradTile tile = Wgrad::decode(call, task);
-      const int first = Wgrad::carry_unit(call, task);
-      const int last = first + Wgrad::carry_offset(tile.num_rows - 1, tile.num_cols - 1) / (kCarryRows * kCarryCols);
-      for (int unit = first; unit <= last; ++unit)
+      const GemmTile tile = Wgrad::decode(call, task);
+      const int first = Wgrad::carry_unit(call, task), end = first + Wgrad::start_pitch(tile) / kCarryCols;
+      for (int unit = first; unit < end; ++unit)
         if (unit >= num_carry_units(s) || !units.insert(unit).second) return 1;
     }
     if (int(units.size()) != num_carry_units(s)) return 2;
@@ -75,6 +76,8 @@ def report(target: str, folder: Path) -> str:
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 def test_regions_are_the_same_on_every_target(tmp_path: Path) -> None:
-    host, gpu = (report(target, tmp_path).splitlines() for target in DEFINES)
+    host, *gpus = (report(target, tmp_path).splitlines() for target in DEFINES)
     assert len(host) == len(SIZES)
-    assert host == gpu
+    assert gpus
+    for gpu in gpus:
+        assert gpu == host

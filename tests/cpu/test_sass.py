@@ -22,6 +22,7 @@ from mok_modular.protocol.plan import STAGES, all_plans, group_mask
 from mok_modular.protocol.roster import roster
 from mok_modular.targets.cuda import device as cuda_device
 from mok_modular.targets.cuda import nvrtc
+from mok_modular.targets.cuda.arch import SM_90A
 
 pytestmark = pytest.mark.slow
 
@@ -54,10 +55,10 @@ LARGE = [
 """Kernels that a second process compiles meanwhile, in a cache of its own: a cache has one lock."""
 COMPILE = """
 import sys
+from mok_modular.targets.cuda import arch, nvrtc
 from mok_modular.targets.cuda import device as cuda_device
-from mok_modular.targets.cuda import nvrtc
 source, entries, defines = eval(sys.argv[1])
-nvrtc.compile_kernel(cuda_device.ARCH, nvrtc.Kernel(source, entries, defines), cuda_device.DEFINE)
+cuda_device.compile_kernel(arch.arch_named(sys.argv[2]), nvrtc.Kernel(source, entries, defines))
 """
 ahead: dict[nvrtc.Kernel, Future[Path]] = {}
 
@@ -69,7 +70,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("ahead")
 
     def compile_ahead(kernel: nvrtc.Kernel) -> Path:
-        command = [sys.executable, "-c", COMPILE, repr(dataclasses.astuple(kernel))]
+        command = [sys.executable, "-c", COMPILE, repr(dataclasses.astuple(kernel)), SM_90A.name]
         subprocess.run(command, env={**os.environ, "MOK_CACHE_DIR": str(folder)}, check=True)
         return folder
 
@@ -84,7 +85,7 @@ def compiled(kernel: nvrtc.Kernel) -> nvrtc.Cubin:
     with pytest.MonkeyPatch.context() as patch:
         if kernel in ahead:
             patch.setenv("MOK_CACHE_DIR", str(ahead[kernel].result()))
-        return nvrtc.compile_kernel(cuda_device.ARCH, kernel, cuda_device.DEFINE)
+        return cuda_device.compile_kernel(SM_90A, kernel)
 
 
 def disassemble(cubin: nvrtc.Cubin, folder: Path) -> dict[str, str]:
@@ -155,7 +156,7 @@ def check_gemm(entry: str, code: str) -> None:
 
 
 def test_shared_memory_fits() -> None:
-    assert cuda_device.GEMM_SMEM_BYTES + 1024 <= MAX_SMEM_BYTES
+    assert SM_90A.gemm_smem_bytes + 1024 <= MAX_SMEM_BYTES
 
 
 def persistent_masks() -> set[int]:

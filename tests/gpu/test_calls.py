@@ -190,6 +190,35 @@ def test_addresses_that_come_back_in_another_order() -> None:
     single.workspace.check()
 
 
+def test_members_draw_from_cuda_generators_of_their_own() -> None:
+    def step(member: Any) -> Tensor:
+        torch.manual_seed(member.rank())
+        time.sleep(0.01 * member.rank())
+        first = torch.rand(5, device=DEVICE)
+        member.all_reduce([])
+        return torch.cat([first, torch.rand(5, device=DEVICE)]).cpu()
+
+    for rank, drawn in enumerate(LocalGroup(4, device=DEVICE).run(step)):
+        generator = torch.Generator(DEVICE).manual_seed(rank)
+        assert torch.equal(
+            drawn, torch.cat([torch.rand(5, device=DEVICE, generator=generator) for _ in range(2)]).cpu()
+        )
+
+
+def test_members_start_on_the_stream_of_the_caller() -> None:
+    def step(member: Any) -> tuple[int, int]:
+        if member.rank() == 1:
+            torch.cuda.set_stream(torch.cuda.Stream())
+        member.all_reduce([])
+        return torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        found = LocalGroup(3, device=DEVICE).run(step)
+    assert found[0] == found[2] == (0, stream.cuda_stream)
+    assert found[1] != found[0]
+
+
 @pytest.mark.parametrize("late", [0, 3])
 def test_a_late_rank_is_waited_for(late: int) -> None:
     workload = make_workload([60, 20, 0, 41])

@@ -17,6 +17,11 @@
   void name##_body(const Args& args, const Launch& launch, mok::host::Worker& worker)
 #define MOK_KERNEL(name) void name(const Args& args, const Launch& launch, mok::host::Worker& worker)
 
+namespace mok::host {
+template <class S>
+void gemm_tile(const Call& call, Worker& worker, const Task& task);  // of targets/host/gemm.h
+}  // namespace mok::host
+
 namespace mok {
 
 using host::Worker;
@@ -37,12 +42,11 @@ bool run_tile(const Args& args, Worker& worker, const TaskOfStage& task) {
   return true;
 }
 
-// A product. multiply_tile is its kind's loop, of targets/host/gemm_driver.h.
 template <class S>
 bool run_product(const Args& args, Worker& worker, const Task& task) {
   Signals<Worker> signals(args, worker);
   if (!S::needs(args, task, signals)) return false;
-  multiply_tile(args.call, worker, task, S{});
+  host::gemm_tile<S>(args.call, worker, task);
   const Cost cost = S::cost(args.call, task);
   worker.count(S::kStage, cost);
   worker.trace_work(cost);

@@ -1,4 +1,4 @@
-// The host's kernels with matrix products: the loop of each kind of product, and the persistent kernels.
+// The host's kernels with matrix products, and the persistent kernels.
 #pragma once
 
 #include <utility>
@@ -7,20 +7,6 @@
 #include "targets/host/gemm.h"
 
 namespace mok {
-
-// The loop of each kind of matrix product.
-template <Stage kStage>
-void multiply_tile(const Call& call, Worker& worker, const Task& task, GroupedGemm<kStage>) {
-  host::gemm_tile<GroupedGemm<kStage>>(call, worker, task);
-}
-template <Stage kStage>
-void multiply_tile(const Call& call, Worker& worker, const Task& task, GroupedDgrad<kStage>) {
-  host::dgrad_tile<GroupedDgrad<kStage>>(call, worker, task);
-}
-template <bool kIsShared>
-void multiply_tile(const Call& call, Worker& worker, const Task& task, WgradOf<kIsShared>) {
-  host::wgrad_tile<WgradOf<kIsShared>>(call, worker, task);
-}
 
 template <class... S>
 void run_tasks_of(StageList<S...>, const Args& args, const Launch& launch, Worker& worker) {

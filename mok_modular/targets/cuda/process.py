@@ -95,11 +95,11 @@ class ProcessWorkspace(CudaWorkspace):
             kernels = [*(cuda_device.copy_kernels() | cuda_device.link_kernels()).values()]
         for kernel in map(cuda_device.traced, kernels) if is_traced else (*kernels, HANDSHAKE):
             if signals == "direct":
-                cubin = nvrtc.compile_kernel(cuda_device.ARCH, kernel, cuda_device.DEFINE)
-                functions |= cuda_device.load_kernel(kernel, cubin)[0]
+                functions |= self.device.load(kernel)
                 continue
-            cubin = device_library.compile_kernel(cuda_device.ARCH, kernel, cuda_device.DEFINE)
-            loaded, module = cuda_device.load_kernel(kernel, cubin)
+            arch = self.device.arch
+            cubin = device_library.compile_kernel(arch.name, kernel, arch.defines)
+            loaded, module = cuda_device.load_kernel(arch, kernel, cubin)
             self.runtime.init_module(int(module))
             functions |= loaded
         return functions

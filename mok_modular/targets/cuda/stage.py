@@ -11,12 +11,12 @@ from torch import Tensor
 from mok_modular.protocol.diagnosis import culprit
 from mok_modular.protocol.errors import MoKTimeoutError
 from mok_modular.protocol.extension import extension
+from mok_modular.targets.cuda.arch import ARCHES
 from mok_modular.targets.cuda.device import entries, get_device
 from mok_modular.targets.cuda.launch import Launcher
 from mok_modular.targets.cuda.memory import CudaMemory, open_waits
 from mok_modular.targets.stage_base import StageRun
 
-ROW_BLOCK = 128
 TIMEOUT_S = 10.0
 
 
@@ -26,7 +26,7 @@ class CudaStageRun(Launcher, StageRun):
     A tensor that `launch` gets must be on that GPU. There are no statistics: `launch` returns an empty list a rank.
     """
 
-    row_blocks: tuple[int, ...] = (ROW_BLOCK,)
+    row_blocks: tuple[int, ...] = tuple(sorted({arch.row_block for arch in ARCHES}))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         Launcher.__init__(self)
