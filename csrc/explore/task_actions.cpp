@@ -153,7 +153,7 @@ class Accesses {
   }
   void run(GateUpDgrad) {
     for (int tile = 0; tile < num_gate_up_tiles(s_); ++tile) read(d_gate_row(call_, block_, 0), version(block_), tile);
-    if (bf16* rows = GateUpDgrad::plane_rows(call_, task_, DgradPlane::d_x))
+    if (bf16* rows = GateUpDgrad::plane_rows(call_, task_, Plane::d_x))
       write(rows, version(block_), task_.part);
     else
       push_rows(task_.part);
@@ -161,23 +161,21 @@ class Accesses {
   void run(ReverseDispatch) { send_rows(d_x_row(call_, block_, 0)); }
   void run(Quantize) {
     for (const Op op : {Op::read, Op::write})
-      for (const GradientOperand operand : kOperands)
-        for (int tile = 0; tile < num_tiles(operand); ++tile)
-          operand_access(op, operand, block_, tile, /*is_quantized=*/op == Op::write);
+      for (const GradientOperand operand :
+           {GradientOperand::x, GradientOperand::d_y, GradientOperand::d_gate, GradientOperand::hidden})
+        operand_access(op, operand);
   }
   void run(Wgrad) {
     if (task_.num_rows == 0) return;
     const int32 macrobatch = block_macrobatch(s_, block_);
     const BlockRange blocks = expert_blocks(call_, task_.expert, macrobatch);
-    const WgradTile::Weight weight = Wgrad::decode(call_, task_).weight;
-    const GradientOperand left = weight == WgradTile::down ? GradientOperand::d_y : GradientOperand::d_gate;
-    const GradientOperand right = weight == WgradTile::down ? GradientOperand::hidden : GradientOperand::x;
+    const Operands operands = Wgrad::operands(call_, task_, Wgrad::decode(call_, task_), 0);
     for (int block = blocks.first; block < blocks.end; ++block)
-      for (const GradientOperand operand : {left, right})
-        for (int tile = 0; tile < num_tiles(operand); ++tile)
-          operand_access(Op::read, operand, block, tile, s_.is_mxfp8());
-    if (const float* sums = Wgrad::carry_in(call_, task_)) read(sums, version(kCarryVersion + macrobatch - 1));
-    if (const float* sums = Wgrad::carry_out(call_, task_)) write(sums, version(kCarryVersion + macrobatch));
+      for (const Operand& operand : {operands.a, operands.b[0]}) read_operand(operand, block, block - blocks.first);
+    const float* carry = call_.at<float>(Region::carry);
+    const int32 unit = Wgrad::carry_unit(call_, task_);
+    if (Wgrad::start(call_, task_)) read(carry, version(kCarryVersion + macrobatch - 1), unit);
+    if (Wgrad::planes(call_, task_).has(Plane::carry)) write(carry, version(kCarryVersion + macrobatch), unit);
   }
   void run(SharedDownDgrad) { write(call_.at<bf16>(Region::shared_d_gate), whole(), task_.part); }
   void run(SharedGateUpDgrad) { shared(Region::shared_d_gate, num_shared_down_dgrad_tiles(s_), Region::shared_y); }
@@ -188,10 +186,6 @@ class Accesses {
   }
 
  private:
-  // d_up goes where d_gate does.
-  static constexpr GradientOperand kOperands[] = {GradientOperand::x, GradientOperand::d_y, GradientOperand::d_gate,
-                                                  GradientOperand::hidden};
-
   void read(const void* address, int version, int tile = -1) {
     all.push_back({Op::read, name(address, tile), version});
   }
@@ -259,17 +253,28 @@ class Accesses {
     write(d_gate_row(call_, block_, 0), version(block_), tile);
     write(hidden_row(call_, block_, 0), version(block_), tile);
   }
-  int num_tiles(GradientOperand operand) const {
-    return operand == GradientOperand::x || operand == GradientOperand::d_y ? 1 : num_gate_up_tiles(s_);
+  // Rows of d_up go where those of d_gate do, and so are no cells.
+  int num_tiles(int64 width) const { return width == s_.hidden_size ? 1 : num_gate_up_tiles(s_); }
+  void operand_access(Op op, GradientOperand operand) {
+    const bool is_x = operand == GradientOperand::x;
+    const bf16* rows =
+        op == Op::write ? columnwise_row(call_, operand, block_, 0) : operand_row(call_, operand, block_, 0);
+    const int expected = op == Op::write ? version(kQuantizedVersion + block_) : is_x ? made(block_) : version(block_);
+    rows_access(op, rows, expected, operand_width(call_, operand));
   }
-  void operand_access(Op op, GradientOperand operand, int block, int tile, bool is_quantized) {
-    const bool is_whole = num_tiles(operand) == 1;
-    const bf16* rows = is_quantized ? columnwise_row(call_, operand, block, 0) : operand_row(call_, operand, block, 0);
-    const int expected = is_quantized                    ? version(kQuantizedVersion + block)
-                         : operand == GradientOperand::x ? made(block)
-                                                         : version(block);
-    all.push_back({op, name(rows, is_whole ? -1 : tile), expected});
+  void read_operand(const Operand& operand, int block, int blocks_before) {
+    if (operand.matrix == Matrix::ring_d_up || operand.matrix == Matrix::ring_up) return;
+    const MatrixInMemory matrix = matrix_in_memory(call_, operand.matrix);
+    const bool is_x = operand.matrix == Matrix::ring_x || operand.matrix == Matrix::context_x;
+    const int expected = s_.is_mxfp8() ? version(kQuantizedVersion + block) : is_x ? made(block) : version(block);
+    rows_access(Op::read, matrix.base + (operand.row + blocks_before * s_.row_block()) * matrix.width, expected,
+                matrix.width);
   }
+  void rows_access(Op op, const bf16* rows, int version, int64 width) {
+    for (int tile = 0; tile < num_tiles(width); ++tile)
+      all.push_back({op, name(rows, num_tiles(width) == 1 ? -1 : tile), version});
+  }
+
   const Ranks& ranks_;
   const Call& call_;
   const Shape& s_;
