@@ -227,14 +227,14 @@ EDITS = {
         """  }
 
   MOK_DEVICE static Cost cost(""",
-        Setup("F", "split", ONE_GENERATION_EACH, "one"),
+        Setup("F", "dispatch|gate_up+swiglu|down|combine", ONE_GENERATION_EACH, "one"),
         "dispatch[0] waits for slot_free[1] of rank 0, call 1, has 0 and wants 1",
     ),
-    "publish.h": (
-        "return signals.wait_all_ranks(Edge::done, /*epochs_back=*/1);",
-        "return true;",
-        Setup("CC", "split", SMALL, "tasks", is_zero_copy=False),
-        "dispatch[0] reads x of rank 0 and finds what call 2 wrote instead of what call 1 wrote",
+    "reduce.h": (
+        "if (!signals.wait_rank_once(Edge::done, src, signals.seen_dones())) return false;",
+        "if (src < 0) return false;",
+        Setup("F", "fused", SMALL, "tasks"),
+        "and finds nothing instead of what call 1 wrote for row block 0",
     ),
     "grouped_gemm.h": (
         "signals.add(is_hidden ? Edge::hidden_ready : Edge::gate_up_ready, task.block);",
@@ -243,7 +243,8 @@ EDITS = {
         "swiglu[0] waits for gate_up_ready[0] of rank 0, call 1, has 0 and wants 3",
     ),
 }
-"""One-line faults in csrc/stages: the line, what it becomes, and the setup in which it must be found as what."""
+"""Faults in csrc/stages, built together: the lines, what they become, and a setup in which each must be found, and how
+it is told. A setup shows one of them only."""
 
 
 @pytest.mark.slow
