@@ -140,6 +140,11 @@ struct Call {
     if (is_input_in_place() && tensors.x)
       own[static_cast<int>(Region::x)] = reinterpret_cast<char*>(const_cast<bf16*>(tensors.x));
   }
+  // One of the kernels of the call's plan.
+  void add_group(Group group) {
+    for (int i = 0; i < kNumWindowed; ++i)
+      if (group >> i & 1u) groups[i] = group;
+  }
   MOK_DEVICE bool share_kernel(Stage a, Stage b) const { return holds(groups[static_cast<int>(a)], b); }
 };
 

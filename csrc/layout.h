@@ -11,9 +11,15 @@ constexpr int kMaxRanks = 128;
 
 // ---- sizes ----------------------------------------------------------------------------------
 
+// The explorer's target (explore/target.h) has another size, so that one task copies a row block.
+#if !defined(MOK_COPY_ROWS)
+#define MOK_COPY_ROWS 16
+#define MOK_WGRAD_COLS MOK_TILE_COLS
+#endif
+
 // Rows per task of the copy stages and of standalone swiglu; tokens per task of reduce. Fixed here because writers and
 // readers of a signal must agree on them.
-constexpr int kCopyRows = 16;
+constexpr int kCopyRows = MOK_COPY_ROWS;
 constexpr int kPublishRows = 8;
 constexpr int kElementRows = 32;
 constexpr int kReduceTokens = 8;
@@ -24,7 +30,7 @@ constexpr int kGateUpCols = MOK_TILE_COLS / 2;
 constexpr int kDownCols = MOK_TILE_COLS;
 // A weight gradient's tile: rows and columns of the weight.
 constexpr int kWgradRows = 128;
-constexpr int kWgradCols = MOK_TILE_COLS;
+constexpr int kWgradCols = MOK_WGRAD_COLS;
 // The carry's unit, the same for every target: Python asks the host's build how much memory a GPU's kernels need. A tile
 // of weight gradients is one of them or several side by side.
 constexpr int kCarryRows = 128, kCarryCols = 128;

@@ -270,6 +270,24 @@ MUTATIONS = [
         CPU + "test_faults.py -k corrupted",
     ),
     Mutation(
+        "csrc/stages/combine.h",
+        "    free_slot(args.call, task.block, signals);",
+        "",
+        CPU + "test_explore.py -k planted_fault",
+    ),
+    Mutation(
+        "csrc/protocol/tasks.h",
+        "return arrival % 2 == 0 && arrival / 2 < num_comm_ctas;",
+        "return arrival % 2 == 0 && arrival / 2 < num_comm_ctas && arrival > 0;",
+        CPU + "test_explore.py -k planted_fault",
+    ),
+    Mutation(
+        "csrc/explore/task_actions.cpp",
+        "write(x_row(call_, block_, 0), version(block_));",
+        "",
+        CPU + "test_explore.py -k planted_fault",
+    ),
+    Mutation(
         "csrc/explore/search.cpp",
         "        if (is_tainted || cell(s, object) == a.value) return true;",
         "        return true;",

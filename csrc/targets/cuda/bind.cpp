@@ -99,12 +99,7 @@ void bind_cuda(nb::module_& m) {
       "reset_words",
       [](const Shape& shape, Word call, Word schedule) {
         std::vector<Word> words(static_cast<std::size_t>(region_bytes(Region::words, shape)) / sizeof(Word), 0);
-        for (int src = 0; src < shape.num_ranks; ++src) {
-          for (int parity = 0; parity < 2; ++parity)
-            words[static_cast<std::size_t>(word_offset(Edge::done, parity, src, shape))] = call;
-          words[static_cast<std::size_t>(word_offset(Edge::topk_ready, 0, src, shape))] = schedule;
-          words[static_cast<std::size_t>(word_offset(Edge::input_ready, 0, src, shape))] = call;
-        }
+        reset_words(words.data(), Epochs{call, schedule, 0, 0}, shape);
         return words;
       },
       "shape"_a, "call"_a, "schedule"_a, "Region words after a reset to these epochs.");
