@@ -122,22 +122,26 @@ constexpr int kNumWindowed = count_of(kWindowedStages);
 static_assert(kWindowedStages == (StageMask{1} << kNumWindowed) - 1, "windowed stages come first in the roster");
 static_assert(kNumWindowed <= 32 && kNumStages <= 64);
 
+constexpr bool is_backward(Pass pass) { return pass == Pass::backward || pass == Pass::wgrad; }
+
+constexpr Stage first_of(StageMask mask) {
+  int i = 0;
+  while ((mask >> i & 1) == 0) ++i;
+  return static_cast<Stage>(i);
+}
 constexpr Group kReplay = group_of(Pass::replayed);
 // What a plan distributes over kernels: of a forward, and of the backward that mirrors it.
 constexpr Group kPlanned = kReplay | group_of(Pass::forward), kMirrored = group_of(Pass::backward);
 constexpr Group kWholeForward = kPlanned | group_of(Pass::forward_end);
 constexpr Group kWholeBackward = kReplay | kMirrored | group_of(Pass::wgrad);
 static_assert(count_of(kPlanned) == count_of(kMirrored));
+// The prologue's stages have neighbouring numbers, in the order of their tasks.
+constexpr Stage kFirstOfPrologue = first_of(stages_of(Place::prologue));
+constexpr int kNumPrologue = count_of(stages_of(Place::prologue));
+static_assert(stages_of(Place::prologue) >> static_cast<int>(kFirstOfPrologue) == (StageMask{1} << kNumPrologue) - 1);
 constexpr int kMaxWindowedOfPass = count_of(kWholeForward) > count_of(kWholeBackward) ? count_of(kWholeForward)
                                                                                       : count_of(kWholeBackward);
 
-constexpr bool is_backward(Pass pass) { return pass == Pass::backward || pass == Pass::wgrad; }
-
-constexpr Stage first_of(Group group) {
-  int i = 0;
-  while ((group >> i & 1) == 0) ++i;
-  return static_cast<Stage>(i);
-}
 // The backward's group that mirrors a forward's: the same stages, last to first.
 constexpr Group mirror(Group group) {
   const int first = static_cast<int>(first_of(kPlanned)), first_mirrored = static_cast<int>(first_of(kMirrored));
@@ -200,6 +204,11 @@ MOK_DEVICE bool is_communication(Stage stage) { return false MOK_STAGES(MOK_OR_C
   || (Place::place == Place::prologue && Work::work == Work::product && stage == Stage::name)
 MOK_DEVICE bool is_shared_product(Stage stage) { return false MOK_STAGES(MOK_OR_SHARED); }
 #undef MOK_OR_SHARED
+// Whether a call has tasks of a stage of the prologue.
+#define MOK_OR_OF_PASS(name, Type, file, place, pass, ...) \
+  || ((Pass::pass == Pass::every || is_backward(Pass::pass) == is_of_backward) && stage == Stage::name)
+MOK_DEVICE bool is_of_pass(Stage stage, bool is_of_backward) { return false MOK_STAGES(MOK_OR_OF_PASS); }
+#undef MOK_OR_OF_PASS
 #define MOK_OR_ROUTED(name, Type, file, place, pass, work, ...) \
   || (Place::place == Place::windowed && Work::work == Work::product && stage == Stage::name)
 MOK_DEVICE bool is_routed_product(Stage stage) { return false MOK_STAGES(MOK_OR_ROUTED); }
@@ -208,7 +217,8 @@ MOK_DEVICE bool is_routed_product(Stage stage) { return false MOK_STAGES(MOK_OR_
 // ---- edges ----------------------------------------------------------------------------------
 
 // X(name, scope, epoch, cells, pass, arrivals, writers, readers); protocol/README.md says why each is there
-//   scope     ranks: words with one writer each, SET to an epoch, never cleared
+//   scope     ranks: words with one writer each, SET to an epoch, never cleared    start: such words that ranks send as
+//             soon as they come, so that only a late rank can delay them
 //             rank: counters inside a rank that many workers add to, in two banks; the next call of the kind clears its own
 //   epoch     call, schedule, order: whose number the words hold, or whose parity chooses the bank
 //   cells     how many words a rank has from each rank, or counters in a bank: names of Cells
@@ -216,9 +226,9 @@ MOK_DEVICE bool is_routed_product(Stage stage) { return false MOK_STAGES(MOK_OR_
 //   arrivals  the stages whose tasks complete one cell, of the pass at hand; () where the count is made elsewhere
 //   writers   the stages whose tasks publish it    readers   and those that wait for it    every: any of a kernel's
 #define MOK_EDGES(X)                                                                                            \
-  X(entered, ranks, order, two_words, every, (), (publish, schedule), (dispatch))                               \
-  X(topk_ready, ranks, schedule, one_word, every, (), (schedule), (schedule))                                   \
-  X(input_ready, ranks, call, one_word, every, (), (publish), (dispatch, reverse_combine))                      \
+  X(entered, start, order, two_words, every, (), (publish, schedule), (dispatch))                               \
+  X(topk_ready, start, schedule, one_word, every, (), (schedule), (schedule))                                   \
+  X(input_ready, start, call, one_word, every, (), (publish), (dispatch, reverse_combine))                      \
   X(done, ranks, call, two_words, every, (), (every), (publish, reduce))                                        \
   X(x_arrived, ranks, call, block_words, every, (), (dispatch), (gate_up))                                      \
   X(y_arrived, ranks, call, block_words, every, (), (down), (combine))                                          \
@@ -256,7 +266,7 @@ enum class Edge : int32 { MOK_EDGES(MOK_EDGE_ENUMERATOR) kCount };
 #undef MOK_EDGE_ENUMERATOR
 constexpr int kNumEdges = static_cast<int>(Edge::kCount);
 
-enum class Scope : int32 { ranks, rank };
+enum class Scope : int32 { start, ranks, rank };
 enum class Epoch : int32 { call, schedule, order };
 enum class Cells : int32 {
   // of an edge across ranks
@@ -299,7 +309,7 @@ constexpr uint64 edges_where(Predicate&& is_in) {
   return mask;
 }
 static_assert(kNumEdges <= 64);
-constexpr uint64 kEdgesAcrossRanks = edges_where([](const EdgeRow& row) { return row.scope == Scope::ranks; });
+constexpr uint64 kEdgesAcrossRanks = edges_where([](const EdgeRow& row) { return row.scope != Scope::rank; });
 constexpr uint64 kScheduleEdges = edges_where([](const EdgeRow& row) { return row.epoch == Epoch::schedule; });
 // Comparisons with bounds: cheaper on a device than a look into a mask.
 constexpr int kNumAcrossRanks = count_of(kEdgesAcrossRanks);
@@ -310,11 +320,14 @@ static_assert((kScheduleEdges & ~kEdgesAcrossRanks) >> kFirstScheduleCounter ==
               "the counters of a schedule come last in the roster");
 MOK_DEVICE bool is_cross_rank(Edge edge) { return static_cast<int>(edge) < kNumAcrossRanks; }
 #define MOK_OR_SCHEDULE(name, scope, epoch, ...) \
-  || (Scope::scope == Scope::ranks && Epoch::epoch == Epoch::schedule && edge == Edge::name)
+  || (Scope::scope != Scope::rank && Epoch::epoch == Epoch::schedule && edge == Edge::name)
 MOK_DEVICE bool is_schedule_edge(Edge edge) {
   return static_cast<int>(edge) >= kFirstScheduleCounter MOK_EDGES(MOK_OR_SCHEDULE);
 }
 #undef MOK_OR_SCHEDULE
+#define MOK_OR_START(name, scope, ...) || (Scope::scope == Scope::start && edge == Edge::name)
+MOK_DEVICE bool is_start_edge(Edge edge) { return false MOK_EDGES(MOK_OR_START); }
+#undef MOK_OR_START
 #define MOK_OR_ORDER(name, scope, epoch, ...) || (Epoch::epoch == Epoch::order && edge == Edge::name)
 MOK_DEVICE bool is_order_edge(Edge edge) { return false MOK_EDGES(MOK_OR_ORDER); }
 #undef MOK_OR_ORDER

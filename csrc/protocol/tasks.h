@@ -86,18 +86,13 @@ class TaskSequence {
 
   // publish first (it lets every other rank go on), then the shared expert, which hides the first transfer.
   MOK_DEVICE bool next_prologue() {
-    if (step_ == 4) {
+    if (step_ == kNumPrologue) {
       step_ = 0;
       phase_ = kGenerations;
       return false;
     }
-    const bool is_backward = args_.call.is_backward();
-    const int32 step = step_++;
-    stage_ = step == 0   ? Stage::publish
-             : step == 1 ? (is_backward ? Stage::shared_down_dgrad : Stage::shared_gate_up)
-             : step == 2 ? (is_backward ? Stage::shared_gate_up_dgrad : Stage::shared_down)
-                         : Stage::shared_wgrad;
-    if (stage_ == Stage::shared_wgrad && !is_backward) return false;
+    stage_ = static_cast<Stage>(static_cast<int32>(kFirstOfPrologue) + step_++);
+    if (!is_of_pass(stage_, args_.call.is_backward())) return false;
     num_tasks_ = num_plain_tasks(args_.call, stage_);
     return true;
   }
@@ -163,22 +158,18 @@ class TaskSequence {
   // Tasks of the stages that are not cut into windows.
   MOK_DEVICE static int32 num_plain_tasks(const Call& call, Stage stage) {
     const Shape& s = call.shape;
-    const int32 token_blocks = ceil_div(call.num_tokens, s.row_block());
+    // The shared expert: in a backward for gradients of activations.
+    if (is_shared_product(stage)) {
+      const bool has_product = s.shared_size && (!call.is_backward() || call.has_dgrad());
+      return has_product ? ceil_div(call.num_tokens, s.row_block()) * num_block_tasks(stage, s) : 0;
+    }
     switch (stage) {
       case Stage::publish:
         return num_publish_tasks(call);
-      case Stage::shared_gate_up:
-        return token_blocks * num_shared_gate_up_tiles(s);
-      case Stage::shared_down:
-        return s.shared_size ? token_blocks * num_down_tiles(s) : 0;
       case Stage::dispatch:
         return ceil_div(call.schedule.counts[kCountRoutes], kCopyRows);
       case Stage::combine:
         return ceil_div(call.num_tokens * s.topk, kCopyRows);
-      case Stage::shared_down_dgrad:
-        return call.has_dgrad() ? token_blocks * num_shared_down_dgrad_tiles(s) : 0;
-      case Stage::shared_gate_up_dgrad:
-        return call.has_dgrad() && s.shared_size ? token_blocks * num_down_tiles(s) : 0;
       case Stage::shared_wgrad:
         return call.kind != CallKind::backward_dgrad && s.shared_size ? num_wgrad_tiles(s.hidden_size, s.shared_size)
                                                                       : 0;

@@ -9,8 +9,6 @@ from typing import Any
 from mok_modular.protocol.call import Call
 from mok_modular.protocol.roster import roster
 
-_SCHEDULE_ORDER = ("topk_ready", "ids_counted", "laid_out")
-
 
 def is_mismatch_hidden(calls: Sequence[Call]) -> bool:
     """Two ranks make different calls, and their fingerprints are the same by chance: no wait would see it."""
@@ -30,7 +28,7 @@ def find_culprit(
 
     def place(wait: Mapping[str, Any]) -> tuple[float, int]:
         if wait["stage"] == "schedule":
-            return 0, _SCHEDULE_ORDER.index(wait["edge"])
+            return 0, roster().edge_names.index(wait["edge"])  # the order in which a schedule waits
         generation: float = wait["block"] // ring_blocks  # macrobatches ascend in a backward, else descend
         if not is_backward:
             generation = -generation

@@ -46,7 +46,7 @@ class Edge:
     @property
     def is_across_ranks(self) -> bool:
         """Words at other ranks, not counters inside one."""
-        return self.scope == "ranks"
+        return self.scope != "rank"
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,6 @@ from mok_modular.ranks.group import LocalGroup
 from mok_modular.swap import Swap
 from mok_modular.targets.shared_workspace import SharedWorkspace, planted_faults
 
-_START_EDGES = ("entered", "topk_ready", "input_ready")  # what only a late rank can delay
-
 
 class HostWorkspace(SharedWorkspace):
     """The memory of a LocalGroup on the CPU, and the run of its calls."""
@@ -150,7 +148,7 @@ class HostWorkspace(SharedWorkspace):
         what = "no worker of any rank can go on"
         if reason == "timeout":
             wait = find_culprit(waits, ring_blocks, calls[0].is_backward)
-            name = "start_timeout_s" if wait and wait["edge"] in _START_EDGES else "timeout_s"
+            name = "start_timeout_s" if wait and roster().edge(wait["edge"]).scope == "start" else "timeout_s"
             what = f"a wait lasted longer than {name}={getattr(calls[0].config, name):g} s"
         why = culprit(waits, ring_blocks, calls[0].is_backward)
         places = {
