@@ -24,14 +24,18 @@ _ALONE = (
 
 def num_unlike_processes(num_runs: int = 200) -> int:
     """The number of runs in which a rank does not compute what it computes as a process. Every run draws numbers under
-    seeds of the ranks, and repeats noisy routing under activation checkpointing; in each, other ranks are late."""
+    seeds of the ranks, repeats noisy routing under activation checkpointing, and multiplies under the caller's
+    autocast; in each, other ranks are late."""
     expected = _draws_of_processes()
     num_unlike = 0
     for run_idx in range(num_runs):
         delays_s = [DELAY_S * ((rank + run_idx) % NUM_RANKS) for rank in range(NUM_RANKS)]
         drawn = LocalGroup(NUM_RANKS).run(lambda member, delays_s=delays_s: _draw(member, delays_s))
         repeated = LocalGroup(NUM_RANKS).run(lambda member, delays_s=delays_s: _noisy_routing(member, delays_s))
-        num_unlike += drawn != expected or repeated != [(True, 0.0)] * NUM_RANKS
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            dtypes = LocalGroup(NUM_RANKS).run(_product_dtype)
+        is_like = drawn == expected and repeated == [(True, 0.0)] * NUM_RANKS and set(dtypes) == {torch.bfloat16}
+        num_unlike += not is_like
     return num_unlike
 
 
@@ -50,6 +54,10 @@ def _draw(member: Any, delays_s: list[float]) -> list[float]:
     first = torch.randn(1).tolist()
     member.all_reduce([])  # others draw here
     return first + torch.randn(2).tolist()
+
+
+def _product_dtype(member: Any) -> torch.dtype:
+    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
 
 
 def _noisy_routing(member: Any, delays_s: list[float]) -> tuple[bool, float]:

@@ -36,8 +36,6 @@ LEARNING_RATE, WARMUP_STEPS = 4e-3, 20
 NUM_CAPTURED_STEPS = 2
 INITIAL_LOSS_ABOVE, FINAL_LOSS_BELOW, TIME_LIMIT_S = 5.0, 2.3, 300.0
 
-MAIN_GRADS = ("w_shared_gate", "w_routed_gate", "w_shared_up", "w_routed_up", "w_shared_down", "w_routed_down")
-
 
 @dataclass(frozen=True)
 class Options:
@@ -66,10 +64,9 @@ class Report:
 class MoEBlock(nn.Module):
     """A softmax top-k router before the layer of E routed experts and a shared one."""
 
-    def __init__(self, member: mok.LocalMember, options: Options, layer_idx: int) -> None:
+    def __init__(self, member: mok.LocalMember, options: Options) -> None:
         super().__init__()
         self.router = nn.Linear(HIDDEN_SIZE, NUM_EXPERTS, bias=False)
-        torch.manual_seed(options.seed + 1000 * (layer_idx + 1))  # where the layer's weights start from
         self.moe = mok.MoE(
             HIDDEN_SIZE,
             EXPERT_SIZE,
@@ -111,7 +108,7 @@ class TinyMoE(nn.Module):
         self.embedding = nn.Embedding(NUM_BYTE_VALUES, HIDDEN_SIZE)
         self.conv = nn.Conv1d(HIDDEN_SIZE, HIDDEN_SIZE, CONV_WIDTH)
         self.attentions = nn.ModuleList(Attention() for _ in range(NUM_LAYERS))
-        self.moes = nn.ModuleList(MoEBlock(member, options, layer_idx) for layer_idx in range(NUM_LAYERS))
+        self.moes = nn.ModuleList(MoEBlock(member, options) for _ in range(NUM_LAYERS))
         self.head = nn.Linear(HIDDEN_SIZE, NUM_BYTE_VALUES)
         nn.init.zeros_(self.head.weight)
 
@@ -132,15 +129,14 @@ class Masters:
         self.shared: list[nn.Parameter] = []
         for block in model.moes:
             layer = block.moe
-            masters = []
-            for name in MAIN_GRADS:
-                weight = getattr(layer, name)
+            main_grads = {}
+            for name, weight in layer.named_parameters():
                 master = nn.Parameter(weight.detach().float())
-                master.grad = torch.zeros_like(master)
-                masters.append(master)
+                master.grad = main_grads[name] = torch.zeros_like(master)
                 self.pairs.append((weight, master))
-            layer.main_grads = [master.grad for master in masters]
-            self.shared += masters[::2]
+                if name.startswith("w_shared"):
+                    self.shared.append(master)
+            layer.main_grads = main_grads
 
     def parameters(self) -> list[nn.Parameter]:
         return [master for _, master in self.pairs]

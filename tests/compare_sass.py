@@ -55,7 +55,7 @@ def main() -> int:
     parser.add_argument("--traced", action="store_true", help="compile the working tree's kernels with their timeline")
     args = parser.parse_args()
     masks = sorted(persistent_masks()) if args.masks is None else args.masks
-    kernels = [*cuda_device.COPY_KERNELS.values(), *cuda_device.LINK_KERNELS.values(), cuda_device.GEMM_KERNEL]
+    kernels = [*cuda_device.copy_kernels().values(), *cuda_device.link_kernels().values(), cuda_device.gemm_kernel()]
     kernels += [cuda_device.persistent_kernel(mask) for mask in masks]
     num_different = 0
     with tempfile.TemporaryDirectory() as folder:

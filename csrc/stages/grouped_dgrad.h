@@ -4,12 +4,11 @@
 //   gate_up_dgrad          d_x[rows, H] = d_gate[rows, I] W_gate + d_up[rows, I] W_up, one sum over 2 I
 //   shared_down_dgrad      the shared expert's, on this rank's own tokens
 //   shared_gate_up_dgrad
-// The contract is that of grouped_gemm.h. B[k, cols] is a weight as it stands, so k runs over its rows. swiglu_backward in
+// The contract is that of product.h. B[k, cols] is a weight as it stands, so k runs over its rows. swiglu_backward in
 // down_dgrad's epilogue combines the sums with gate, up and the row's weight.
 #pragma once
 
-#include "stages/grouped_gemm.h"
-#include "stages/reverse_combine.h"
+#include "stages/product.h"
 #include "stages/reverse_dispatch.h"
 #include "stages/swiglu_backward.h"
 
@@ -66,7 +65,6 @@ struct GroupedDgrad {
     const Operand weight{weight_of(product), int64{tile.expert} * rows, tile.first_col};
     return Operands{left_operand(call, task, product), {weight, weight}};
   }
-  MOK_DEVICE static const float* start(const Call&, const Task&) { return nullptr; }
 
   MOK_DEVICE static bool is_swiglu_backward_here(const Call& call) {
     return kIsDown && (kIsShared || is_swiglu_backward_in_down_dgrad(call));

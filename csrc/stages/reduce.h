@@ -11,7 +11,6 @@ namespace mok {
 
 struct Reduce {
   static constexpr Stage kStage = Stage::reduce;
-  static constexpr bool kIsCopyOnly = false;
 
   template <class Worker>
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {

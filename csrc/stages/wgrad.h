@@ -1,15 +1,15 @@
 // wgrad: gradients of the weights, sums over an expert's rows in ascending order.
 //
 //   d_gate_weight[I, H] = d_gate^T x     d_up_weight[I, H] = d_up^T x     d_down_weight[H, I] = d_y^T (w h)
-// The contract is that of grouped_gemm.h; rows of both operands are k. A task is a tile of one of the three. An expert that goes on in the next
-// macrobatch leaves its FP32 tile in the carry, where the same tile of that macrobatch starts from; so the sums do not
+// The contract is that of product.h; rows of both operands are k. A task is a tile of one of the three. An expert that goes
+// on in the next macrobatch leaves its FP32 tile in the carry, where the same tile of that macrobatch starts from; so the sums do not
 // depend on where macrobatches end. One scratch serves all boundaries: whoever writes a carry waits until the same tile
 // of the expert that came into this macrobatch has read the one before.
 // shared_wgrad: the same for the shared expert, over this rank's own tokens.
 #pragma once
 
-#include "stages/grouped_gemm.h"
-#include "stages/quantize.h"
+#include "stages/gradient_operands.h"
+#include "stages/product.h"
 
 namespace mok {
 
@@ -34,11 +34,11 @@ struct WgradOf {
 
   template <class Worker>
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
-    return needs_operands(args, task, signals) && needs_carry_place(args, task, signals);
+    return needs_of_other_kernels(args, task, signals) && needs_carry_place(args, task, signals);
   }
-  // The rows, and the carry that the sums start from.
+  // The rows, and the carry that the sums start from. (A function in this one's place keeps its carries itself.)
   template <class Worker>
-  MOK_DEVICE static bool needs_operands(const Args& args, const Task& task, Signals<Worker>& signals) {
+  MOK_DEVICE static bool needs_of_other_kernels(const Args& args, const Task& task, Signals<Worker>& signals) {
     const Call& call = args.call;
     if (task.num_rows == 0) return true;
     if constexpr (kIsShared) {
@@ -54,7 +54,7 @@ struct WgradOf {
       const Word want = static_cast<Word>(blocks.end - blocks.first) * arrivals(Edge::segment_ready, call);
       if (!signals.wait_local(Edge::segment_ready, segment_index(call, task.expert, macrobatch), want)) return false;
       return !is_carried_in(call, task) ||
-             signals.wait_local(Edge::carry_done, carry_index(call, task.part, macrobatch - 1),
+             signals.wait_local(Edge::carry_done, carry_index(call, carry_unit(call, task), macrobatch - 1),
                                 carries_of(call, macrobatch - 1));
     }
   }
@@ -65,7 +65,7 @@ struct WgradOf {
     if (kIsShared || task.num_rows == 0 || (!call.has_dgrad() && !call.shape.is_mxfp8())) return true;
     const int32 macrobatch = block_macrobatch(call.shape, task.block);
     if (is_carried_in(call, task) || !is_carried_out(call, task) || !has_carry_in(call, macrobatch)) return true;
-    return signals.wait_local(Edge::carry_done, carry_index(call, task.part, macrobatch), 1);
+    return signals.wait_local(Edge::carry_done, carry_index(call, carry_unit(call, task), macrobatch), 1);
   }
 
   MOK_DEVICE static Operands operands(const Call& call, const Task& task, const GemmTile&, int32 /*product*/) {
@@ -82,6 +82,16 @@ struct WgradOf {
   MOK_DEVICE static const float* start(const Call& call, const Task& task) {
     return is_carried_in(call, task) ? carry_tile(call, task) : nullptr;
   }
+  // A tile's carry is the units that it touches, side by side: [kCarryRows, pitch].
+  MOK_DEVICE static int32 start_pitch(const GemmTile& tile) { return ceil_div(tile.num_cols, kCarryCols) * kCarryCols; }
+  // The first of these units. Its number also tells the tile's signals from those of others.
+  MOK_DEVICE static int32 carry_unit(const Call& call, const Task& task) {
+    const Place place = place_of(call, task);
+    const int32 inner = static_cast<int32>(expert_width(call)), hidden = call.shape.hidden_size;
+    const int32 per_gate = ceil_div(inner, kCarryRows) * ceil_div(hidden, kCarryCols);
+    return static_cast<int32>(place.weight) * per_gate +
+           place.first_row / kCarryRows * ceil_div(place.width, kCarryCols) + place.first_col / kCarryCols;
+  }
 
   // The gradient, or the carry where the sums are not complete. Of an expert without rows: zeros, or nothing where they
   // would be added (that would change the sign of a zero).
@@ -97,7 +107,7 @@ struct WgradOf {
   MOK_DEVICE static void store_sums(const Call& call, const Task& task, Plane plane, int32 row, int32 col,
                                     const float (&acc)[Lanes::kNum], const Lanes& lanes) {
     if (plane == Plane::carry) {
-      float* cells = carry_tile(call, task) + row * kWgradCols + col;
+      float* cells = carry_tile(call, task) + row * start_pitch(decode(call, task)) + col;
       MOK_UNROLL
       for (int32 i = 0; i < Lanes::kNum; ++i) cells[lanes.column(i)] = acc[i];
       return;
@@ -132,7 +142,7 @@ struct WgradOf {
       const BlockRange blocks = expert_blocks(call, task.expert, macrobatch);
       // The carry has been read, or left, or both.
       if (is_carried_in(call, task) || is_carried_out(call, task))
-        signals.add(Edge::carry_done, carry_index(call, task.part, macrobatch));
+        signals.add(Edge::carry_done, carry_index(call, carry_unit(call, task), macrobatch));
       for (int32 slot = block_slot(s, blocks.first); slot <= block_slot(s, blocks.end - 1); ++slot)
         signals.add(Edge::slot_free, slot_index(s, macrobatch, slot));
     }
@@ -222,7 +232,7 @@ struct WgradOf {
     return call.schedule.segment_start[task.expert + 1] / call.shape.row_block() > next;
   }
   MOK_DEVICE static float* carry_tile(const Call& call, const Task& task) {
-    return call.at<float>(Region::carry) + int64{task.part} * kWgradRows * kWgradCols;
+    return call.at<float>(Region::carry) + int64{carry_unit(call, task)} * kCarryRows * kCarryCols;
   }
 };
 

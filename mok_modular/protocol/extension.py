@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import shlex
 import sys
+import threading
 from collections.abc import Iterable
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
@@ -20,6 +21,7 @@ from typing import Any
 NAME = "mok_modular._host"
 PACKAGE = Path(__file__).resolve().parents[1]
 SOURCE_SUFFIXES = (".cpp", ".cu", ".h")
+_LOCK = threading.Lock()
 
 
 class ExtensionError(ImportError):
@@ -37,7 +39,9 @@ def extension() -> Any:
     those of this source tree.
     """
     if sys.modules.get(NAME) is None:
-        sys.modules[NAME] = _load(PACKAGE)
+        with _LOCK:  # two threads that load it would register its types twice
+            if sys.modules.get(NAME) is None:
+                sys.modules[NAME] = _load(PACKAGE)
     return sys.modules[NAME]
 
 

@@ -152,7 +152,7 @@ class _NumpyGenerator(_Generator):
         return "numpy.random" in sys.modules
 
     def _is_all_in_memory(self, state: Any) -> bool:
-        return not state["has_gauss"]  # the next normal number is kept elsewhere
+        return not state[1]["has_gauss"]  # the next normal number is kept elsewhere
 
     def _read_memory(self) -> Any:
         numpy_random = sys.modules["numpy.random"]
@@ -163,10 +163,14 @@ class _NumpyGenerator(_Generator):
         return address, ctypes.string_at(address, _MT19937_BYTES)
 
     def _read(self) -> Any:
-        return sys.modules["numpy.random"].get_state(legacy=False)
+        numpy_random = sys.modules["numpy.random"]
+        return numpy_random.get_bit_generator(), numpy_random.get_state(legacy=False)
 
     def _write(self, state: Any) -> None:
-        sys.modules["numpy.random"].set_state(state)
+        numpy_random, (bit_generator, values) = sys.modules["numpy.random"], state
+        if numpy_random.get_bit_generator() is not bit_generator:
+            numpy_random.set_bit_generator(bit_generator)
+        numpy_random.set_state(values)
 
 
 _python = _PythonGenerator()

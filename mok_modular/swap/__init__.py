@@ -33,7 +33,7 @@ import torch
 from mok_modular.full_precision import no_autocast
 from mok_modular.protocol.call import Call
 from mok_modular.protocol.plan import STAGES
-from mok_modular.protocol.swap_rules import NAME_OF, SIGNATURES
+from mok_modular.protocol.swap_rules import SIGNATURES, name_of
 from mok_modular.swap import backward, forward
 from mok_modular.swap.window import Memory, SwappedCall, Window
 
@@ -56,7 +56,7 @@ class Swap(SwappedCall):
         """What does the work of a launch; None: the library's own kernel."""
         call = self.calls[rank]
         stage = stages[0]
-        name = NAME_OF.get(stage, "") if len(stages) == 1 else ""
+        name = name_of(stage) if len(stages) == 1 else ""
         if name not in call.config.stages or (name == "reduce" and call.kind not in _REDUCING):
             return None
         function = call.config.stages[name]

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from mok_modular.protocol.config import MoKConfig
 from mok_modular.protocol.extension import ExtensionError, extension
-from mok_modular.protocol.plan import WINDOWED_STAGES, Plan
+from mok_modular.protocol.plan import Plan
+from mok_modular.protocol.roster import roster
 from mok_modular.targets.cuda import device as cuda_device
 from mok_modular.targets.cuda.arch import ARCHES, arch_named
 
@@ -93,9 +94,9 @@ def compile_plans(target: str, plans: list[Plan], tell: Callable[[str], None]) -
     for plan in plans:
         cuda_device.check_plan(MoKConfig(mode=str(plan)), arch)
         wanted |= {cuda_device.kernel_of(launch.stages) for launch in plan.launches(1, has_shared=True)}
-    kernels = [(kernel, "") for kernel in (*cuda_device.COPY_KERNELS.values(), cuda_device.GEMM_KERNEL)]
+    kernels = [(kernel, "") for kernel in (*cuda_device.copy_kernels().values(), cuda_device.gemm_kernel())]
     for mask in sorted(each for each in wanted if isinstance(each, int)):
-        stages = [stage for i, stage in enumerate(WINDOWED_STAGES) if mask >> i & 1]
+        stages = [stage for i, stage in enumerate(roster().windowed) if mask >> i & 1]
         kernels.append((cuda_device.persistent_kernel(mask), "+".join(stages)))
     report = []
     for kernel, stages_held in kernels:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mok_modular import stages
-from mok_modular.protocol.swap_rules import STAGES_OF
+from mok_modular.protocol.swap_rules import SIGNATURES
 from mok_modular.routing import read_dict
 from mok_modular.swap.window import WindowTables
 
@@ -24,8 +24,8 @@ from mok_modular.swap.window import WindowTables
 def capture(name: str, path: str | os.PathLike[str]) -> Callable[..., Any]:
     """A function for `MoKConfig(stages={name: ...})`: the reference, which writes the arguments of its first call to
     `path`. Raises ValueError for a stage that cannot be swapped."""
-    if name not in STAGES_OF:
-        raise ValueError(f"stages that can be captured are {', '.join(STAGES_OF)}; got {name!r}")
+    if name not in SIGNATURES:
+        raise ValueError(f"stages that can be captured are {', '.join(SIGNATURES)}; got {name!r}")
     reference = getattr(stages, name).reference
 
     def f(*args: Any, **kwargs: Any) -> Any:

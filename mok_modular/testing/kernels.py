@@ -24,7 +24,7 @@ def all_kernels(*, is_traced: bool = False) -> list[nvrtc.Kernel]:
         if isinstance(kernel := device.kernel_of(group, is_pull), int)
     }
     persistent = [device.persistent_kernel(mask) for mask in sorted(masks, reverse=True)]
-    kernels = [device.GEMM_KERNEL, *persistent, *device.COPY_KERNELS.values()]
+    kernels = [device.gemm_kernel(), *persistent, *device.copy_kernels().values()]
     return [device.traced(kernel) for kernel in kernels] if is_traced else kernels
 
 

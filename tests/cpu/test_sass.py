@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from mok_modular.protocol.plan import STAGES, all_plans, group_mask
+from mok_modular.protocol.roster import roster
 from mok_modular.targets.cuda import device as cuda_device
 from mok_modular.targets.cuda import nvrtc
 from mok_modular.targets.cuda.arch import SM_90A
@@ -44,7 +45,7 @@ def find_tool(name: str) -> str:
 
 PERSISTENT = [STAGES, STAGES[1:], STAGES[:2], STAGES[2:4]]
 TRACED = {
-    "dispatch": cuda_device.COPY_KERNELS["dispatch"],
+    "dispatch": cuda_device.copy_kernels()["dispatch"],
     "fused": cuda_device.persistent_kernel(group_mask(STAGES)),
 }
 LARGE = [
@@ -116,9 +117,9 @@ def ptxas_report(cubin: nvrtc.Cubin) -> dict[str, tuple[int, int]]:
 
 
 ALL = {
-    **{name: (kernel, "copy") for name, kernel in cuda_device.COPY_KERNELS.items()},
-    **{f"{name} over links": (kernel, "copy") for name, kernel in cuda_device.LINK_KERNELS.items()},
-    "gemm": (cuda_device.GEMM_KERNEL, "gemm"),
+    **{name: (kernel, "copy") for name, kernel in cuda_device.copy_kernels().items()},
+    **{f"{name} over links": (kernel, "copy") for name, kernel in cuda_device.link_kernels().items()},
+    "gemm": (cuda_device.gemm_kernel(), "gemm"),
 }
 
 
@@ -136,7 +137,7 @@ def test_kernel(name: str, tmp_path: Path) -> None:
         assert "CONSTANT" not in "".join(re.findall(r"LDG\S*", code)), f"{entry} reads a region past the acquire"
         if kind == "gemm":
             check_gemm(entry, code)
-        elif name.removesuffix(" over links") in cuda_device.COPYING:
+        elif name.removesuffix(" over links") in roster().communicating:
             assert code.count("UBLKCP") >= 2, f"{entry} does not copy rows by the copy engine"
         else:
             assert re.search(r"LDG\.E\.128|LDG\.E\.[A-Z.]*128", code) or name == "schedule", (
@@ -222,7 +223,7 @@ def test_a_timeline_is_in_traced_kernels_alone(name: str, tmp_path: Path) -> Non
 
 
 def test_cache_is_used_verified_and_repaired() -> None:
-    kernel = cuda_device.COPY_KERNELS["publish"]
+    kernel = cuda_device.copy_kernels()["publish"]
     first = compiled(kernel)
     again = compiled(kernel)
     assert again.is_from_cache

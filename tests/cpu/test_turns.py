@@ -4,6 +4,7 @@ and take turns without hanging."""
 from __future__ import annotations
 
 import contextvars
+import importlib
 import os
 import queue
 import random
@@ -11,6 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -154,6 +156,23 @@ def test_python_and_numpy_generators() -> None:
     assert LocalGroup(R).run(step) == [expected(rank) for rank in range(R)]
 
 
+def test_a_member_with_another_numpy_generator() -> None:
+    before = np.random.get_bit_generator()
+
+    def step(member: Any) -> tuple[str, float]:
+        if member.rank() == 1:
+            np.random.set_bit_generator(np.random.PCG64(3))
+        else:
+            np.random.seed(member.rank())
+        meet_twice(member)
+        return type(np.random.get_bit_generator()).__name__, np.random.rand()
+
+    found = LocalGroup(3).run(step)
+    numbers = [np.random.RandomState(0), np.random.RandomState(np.random.PCG64(3)), np.random.RandomState(2)]
+    assert found == [(name, own.rand()) for name, own in zip(["MT19937", "PCG64", "MT19937"], numbers, strict=True)]
+    assert np.random.get_bit_generator() is before
+
+
 def test_settings_of_the_process() -> None:
     """Each member has its own around a collective call, and the caller's stay as they are."""
 
@@ -235,6 +254,12 @@ def test_a_swapped_stage_draws_from_its_ranks_generator() -> None:
             generator = torch.Generator().manual_seed(rank)
             expected = [torch.randn(1, generator=generator).item() for _ in range(2)]
             assert [*drawn[num_tokens], after[rank]] == expected
+
+
+def test_no_run_differs_from_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `bars.py cover` counts in 200 runs."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    assert importlib.import_module("cover_ranks").num_unlike_processes(2) == 0
 
 
 # ---- what is the caller's ----

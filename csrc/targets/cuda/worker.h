@@ -41,8 +41,7 @@ struct Waiter {
   __device__ bool pause(const Args& args, const Wait& wait) {
     const bool is_ended = is_aborted(args);
     const Word now = global_timer_ns() | 1;
-    const bool is_start = wait.edge == Edge::input_ready || wait.edge == Edge::topk_ready ||
-                          wait.edge == Edge::entered || (wait.edge == Edge::done && task.stage == Stage::publish);
+    const bool is_start = is_start_edge(wait.edge) || (wait.edge == Edge::done && task.stage == Stage::publish);
     const Word limit = is_start ? args.call.start_timeout_ns : args.call.timeout_ns;
     // One late rank stalls every inner edge of the others: the inner clock starts when all are seen to have come,
     // which is looked at eight times a timeout, so that an error is late by no more than that.

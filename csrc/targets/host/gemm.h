@@ -4,9 +4,7 @@
 
 #include <vector>
 
-#include "stages/grouped_dgrad.h"
-#include "stages/grouped_gemm.h"
-#include "stages/wgrad.h"
+#include "stages/product.h"
 #include "targets/host/gemm_kernel.h"
 #include "targets/host/worker.h"
 
@@ -48,7 +46,12 @@ template <class S>
 void multiply_tile(const Call& call, const Task& task, const GemmTile& tile, GemmScratch& scratch) {
   const std::size_t rows = static_cast<std::size_t>(S::tile_rows(call)), cols = S::kNumAccumulators * S::kTileCols;
   float* acc = scratch.start(rows, cols);
-  if (const float* from = S::start(call, task)) std::memcpy(acc, from, rows * cols * sizeof(float));
+  if constexpr (S::kHasSums) {
+    const std::size_t pitch = static_cast<std::size_t>(S::start_pitch(tile));
+    if (const float* from = S::start(call, task))
+      for (std::size_t row = 0; row < rows; ++row)
+        std::memcpy(acc + row * cols, from + row * pitch, pitch * sizeof(float));
+  }
   for (int product = 0; product < S::kNumProducts; ++product) {
     const Operands operands = S::operands(call, task, tile, product);
     const MatrixView b[2] = {view_of(call, operands.b[0], S::kMajorB), view_of(call, operands.b[1], S::kMajorB)};

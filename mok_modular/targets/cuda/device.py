@@ -12,6 +12,7 @@ import torch
 
 from mok_modular.protocol.config import MoKConfig
 from mok_modular.protocol.plan import group_mask
+from mok_modular.protocol.roster import roster
 from mok_modular.targets.cuda import nvrtc
 from mok_modular.targets.cuda.arch import Arch, arch_of, describe
 
@@ -20,8 +21,6 @@ SM_WARPS, CTA_WARPS, LINK_WARPS = 24, 8, 2
 hidden by other tasks: there more and smaller CTAs are faster; where all rows are local, slower (docs/hopper.md)."""
 
 TRACE_DEFINE = "MOK_TRACE=1"
-
-COPYING = frozenset({"publish", "dispatch", "combine"})
 
 
 def copy_ring_bytes(num_warps: int) -> int:
@@ -32,29 +31,40 @@ def copy_ring_bytes(num_warps: int) -> int:
 def copy_kernel(name: str, num_warps: int = CTA_WARPS) -> nvrtc.Kernel:
     """A kernel of one copy or element stage, with CTAs of so many warps."""
     defines = [f"MOK_CTA_WARPS={num_warps}"]
-    if name in COPYING:
+    if name in roster().communicating:
         defines.append(f"MOK_COPY_RING_BYTES={copy_ring_bytes(num_warps)}")
     return nvrtc.Kernel(f"split/{name}.cu", (f"mok_{name}",), tuple(defines))
 
 
-COPY_KERNELS = {name: copy_kernel(name) for name in ("schedule", "publish", "dispatch", "swiglu", "combine", "reduce")}
-LINK_KERNELS = {"dispatch": copy_kernel("dispatch", LINK_WARPS)}
-"""In place of those of the same name where ranks have GPUs of their own."""
-GEMM_KERNEL = nvrtc.Kernel(
-    "split/grouped_gemm.cu",
-    ("mok_gate_up", "mok_down", "mok_shared_gate_up", "mok_shared_down"),
-)
 PERSISTENT_SOURCE = "fused/persistent.cu"
-ENTRIES: dict[tuple[str, ...], str] = {
-    **{(name,): name for name in COPY_KERNELS},
-    ("gate_up",): "gate_up",
-    ("gate_up", "swiglu"): "gate_up",
-    ("down",): "down",
-    ("down", "combine"): "down",
-    ("shared_gate_up",): "shared_gate_up",
-    ("shared_down",): "shared_down",
-}
-"""The kernel that runs a group of stages: in gate_up+swiglu and down+combine the second lives in the epilogue."""
+
+
+@cache
+def copy_kernels() -> dict[str, nvrtc.Kernel]:
+    """The kernels of the stages of a forward that multiply nothing, by stage."""
+    return {stage.name: copy_kernel(stage.name) for stage in roster().forward if not stage.is_product}
+
+
+@cache
+def link_kernels() -> dict[str, nvrtc.Kernel]:
+    """In place of those of the same name where ranks have GPUs of their own."""
+    return {"dispatch": copy_kernel("dispatch", LINK_WARPS)}
+
+
+@cache
+def gemm_kernel() -> nvrtc.Kernel:
+    """The matrix products of a forward, each alone in its kernel."""
+    products = [stage for stage in roster().forward if stage.is_product]
+    (file,) = {stage.file for stage in products}
+    entries = tuple(f"mok_{stage.name}" for stage in products)
+    return nvrtc.Kernel(f"split/{file}.cu", entries)
+
+
+@cache
+def entries() -> dict[tuple[str, ...], str]:
+    """The kernel that runs a group of stages: its only one, or the one whose epilogue or stores do the other."""
+    alone = {(stage.name,): stage.name for stage in roster().forward}
+    return alone | {(stage.inside, stage.name): stage.inside for stage in roster().forward if stage.inside}
 
 
 def persistent_kernel(mask: int) -> nvrtc.Kernel:
@@ -72,8 +82,8 @@ def kernel_of(stages: tuple[str, ...], is_pull_combine: bool = False) -> str | i
 
     A combine that pulls has tasks of its own, which the kernel of `down` does not know.
     """
-    if stages in ENTRIES and not (is_pull_combine and len(stages) > 1 and "combine" in stages):
-        return ENTRIES[stages]
+    if stages in entries() and not (is_pull_combine and len(stages) > 1 and "combine" in stages):
+        return entries()[stages]
     return group_mask(stages)
 
 
@@ -150,7 +160,7 @@ class Device:
 
     def _load(self, is_traced: bool = False) -> dict[str, Function]:
         functions: dict[str, Function] = {}
-        kernels = (*COPY_KERNELS.values(), GEMM_KERNEL)
+        kernels = (*copy_kernels().values(), gemm_kernel())
         for kernel in map(traced, kernels) if is_traced else kernels:
             functions |= self.load(kernel)
         return functions
@@ -167,7 +177,7 @@ def compile_kernel(arch: Arch, kernel: nvrtc.Kernel) -> nvrtc.Cubin:
 
 def load_kernel(arch: Arch, kernel: nvrtc.Kernel, cubin: nvrtc.Cubin) -> tuple[dict[str, Function], Any]:
     """Loads compiled code into the current context: its functions by name, and the CUmodule."""
-    is_gemm = kernel.source in (GEMM_KERNEL.source, PERSISTENT_SOURCE)
+    is_gemm = kernel.source in (gemm_kernel().source, PERSISTENT_SOURCE)
     sizes = [int(define.split("=")[1]) for define in kernel.defines if define.startswith("MOK_CTA_WARPS=")]
     num_warps = sizes[0] if sizes else CTA_WARPS
     functions = {}
@@ -176,7 +186,7 @@ def load_kernel(arch: Arch, kernel: nvrtc.Kernel, cubin: nvrtc.Cubin) -> tuple[d
     for entry in kernel.entries:
         name = entry.removeprefix("mok_")
         handle = check(driver().cuModuleGetFunction(module, entry.encode()))
-        num_smem_bytes = copy_ring_bytes(num_warps) if name in COPYING else 0
+        num_smem_bytes = copy_ring_bytes(num_warps) if name in roster().communicating else 0
         if is_gemm:
             num_smem_bytes = arch.gemm_smem_bytes + 1024  # to be aligned
         if num_smem_bytes:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mok_modular.protocol.sizes import extension
+from mok_modular.protocol.extension import extension
 from mok_modular.targets.cuda.device import Device, Function, check, driver, encode_map
 
 MAX_LOCAL_RANKS = 8
@@ -25,7 +25,7 @@ MATRICES = (
     "w_shared_up",
     "w_shared_down",
 )
-"""The matrices that a product may read, in the order of `Matrix` in csrc/stages/grouped_gemm.h."""
+"""The matrices that a product may read, in the order of `Matrix` in csrc/stages/matrices.h."""
 
 
 class PackedLaunch:

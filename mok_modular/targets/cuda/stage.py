@@ -10,9 +10,9 @@ from torch import Tensor
 
 from mok_modular.protocol.diagnosis import culprit
 from mok_modular.protocol.errors import MoKTimeoutError
-from mok_modular.protocol.sizes import extension
+from mok_modular.protocol.extension import extension
 from mok_modular.targets.cuda.arch import ARCHES
-from mok_modular.targets.cuda.device import ENTRIES, get_device
+from mok_modular.targets.cuda.device import entries, get_device
 from mok_modular.targets.cuda.launch import Launcher
 from mok_modular.targets.cuda.memory import CudaMemory, open_waits
 from mok_modular.targets.stage_base import StageRun
@@ -61,7 +61,7 @@ class CudaStageRun(Launcher, StageRun):
         """Runs the kernel on all ranks. Raises MoKTimeoutError if the stage waits for something after all."""
         programs = self._programs(tensors, swiglu_limit)
         by_rank = list(tensors) if tensors else [{}] * len(self.ranks)
-        function = self.device.functions[ENTRIES[(self.stage,)]]
+        function = self.device.functions[entries()[(self.stage,)]]
         with torch.cuda.device(self.torch_device):
             arguments = [self._pack_calls(programs, TIMEOUT_S, TIMEOUT_S), extension().pack_launch(programs[0], 0)]
             if function.has_maps:

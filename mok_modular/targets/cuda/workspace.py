@@ -20,7 +20,7 @@ from mok_modular.protocol.call import Call, launches
 from mok_modular.protocol.config import MoKConfig
 from mok_modular.protocol.diagnosis import culprit, describe_mismatch
 from mok_modular.protocol.errors import MoKPeerError, MoKTimeoutError
-from mok_modular.protocol.sizes import extension
+from mok_modular.protocol.extension import extension
 from mok_modular.protocol.trace import Trace
 from mok_modular.targets.cuda.device import Function, arch_of_gpu, check_plan, get_device, kernel_of
 from mok_modular.targets.cuda.grid import Share, is_shared, num_ctas

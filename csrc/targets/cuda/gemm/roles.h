@@ -1,4 +1,4 @@
-// The role loops of a GEMM kernel, for one GEMM stage of stages/grouped_gemm.h or for several, on every GPU generation.
+// The role loops of a GEMM kernel, for one product (stages/product.h) or for several, on every GPU generation.
 //
 // One CTA per SM. Warp group 0: a scheduler thread draws tasks and waits for what they need, a producer thread loads
 // operands by TMA, a publisher thread says that a tile is stored, and where the kernel holds communication too, the fourth
@@ -289,5 +289,7 @@ MOK_DEVICE void run_gemm_kernel(const CallSet& set, const Launch& launch,
                                                                                   maps MOK_TRACED(, trace_sink)); \
   }
 #define MOK_COMMA ,
-#define MOK_GEMM_KERNEL(name, S, kGroup) MOK_ROLES_KERNEL(name, mok::cuda::gemm::StageSet<false MOK_COMMA S>, 0)
-#define MOK_PERSISTENT_KERNEL(name, kGroup) MOK_ROLES_KERNEL(name, mok::cuda::gemm::StagesOfGroup<kGroup>, kGroup)
+#define MOK_GEMM_KERNEL(name, S) MOK_ROLES_KERNEL(name, mok::cuda::gemm::StageSet<false MOK_COMMA S>, 0)
+// The one of MOK_GROUP_MASK: a run-time compiler makes one kernel at a time. `StagesOf` as in targets/host/gemm_driver.h.
+#define MOK_PERSISTENT_KERNELS(StagesOf) \
+  MOK_ROLES_KERNEL(persistent, mok::cuda::gemm::ProductsOf<StagesOf<MOK_GROUP_MASK>>, MOK_GROUP_MASK)

@@ -1,7 +1,7 @@
 // The shared memory of a GEMM CTA and the messages between its roles. `Arch` is the GPU generation (targets/README.md).
 #pragma once
 
-#include "stages/grouped_gemm.h"
+#include "stages/product.h"
 #include "targets/cuda/gemm/ptx.h"
 #include "targets/cuda/gemm/timeline.h"
 

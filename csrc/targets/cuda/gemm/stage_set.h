@@ -1,7 +1,8 @@
 // The stages of a kernel with matrix products: one, or several that a task tells apart.
 #pragma once
 
-#include "stages/grouped_gemm.h"
+#include "protocol/stage_list.h"
+#include "stages/product.h"
 #include "stages/swiglu.h"
 #include "targets/cuda/gemm/shared.h"
 
@@ -68,29 +69,21 @@ struct StageSet {
 template <class Stages>
 using MapsOf = Maps<Stages::kIsBackward ? kNumMatrices : kNumForwardMatrices>;
 
-// What a persistent kernel multiplies. The shared expert's products are in the kernel with all stages.
-template <bool kHasGateUp, bool kHasDown, bool kHasShared, bool kHasSwiglu>
+// What a persistent kernel multiplies: the products of a list, and swiglu where gate_up is not there to do it.
+template <class List>
 struct StageSetOf;
-template <>
-struct StageSetOf<true, true, true, false> {
-  using Type = StageSet<false, GateUp, Down, SharedGateUp, SharedDown>;
+template <class... S>
+struct StageSetOf<StageList<S...>> {
+  using Type = StageSet<false, S...>;
 };
-template <>
-struct StageSetOf<true, true, false, false> {
-  using Type = StageSet<false, GateUp, Down>;
+template <class... S>
+struct StageSetOf<StageList<Swiglu, S...>> {
+  using Type = StageSet<true, S...>;
 };
-template <>
-struct StageSetOf<true, false, false, false> {
-  using Type = StageSet<false, GateUp>;
-};
-template <bool kHasSwiglu>
-struct StageSetOf<false, true, false, kHasSwiglu> {
-  using Type = StageSet<kHasSwiglu, Down>;
-};
-
-template <Group kGroup>
-using StagesOfGroup =
-    typename StageSetOf<holds(kGroup, Stage::gate_up), holds(kGroup, Stage::down), kGroup == kWholeForward,
-                        holds(kGroup, Stage::swiglu) && !holds(kGroup, Stage::gate_up)>::Type;
+template <class List>
+constexpr StageMask kDoneByConsumers =
+    stages_of(Work::product) | (List::kStages & stage_bit(Stage::gate_up) ? 0 : stage_bit(Stage::swiglu));
+template <class List>
+using ProductsOf = typename StageSetOf<typename OnlyStages<kDoneByConsumers<List>, List>::Type>::Type;
 
 }  // namespace mok::cuda::gemm
