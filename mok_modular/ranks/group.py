@@ -101,10 +101,11 @@ class LocalGroup:
 
         One member runs Python at a time. The others' turns come, by rank, where it waits in a collective call or ends,
         so with the same seeds a run gives the same numbers as another run, and as processes. A member that waits in any
-        other way (a threading.Barrier, a queue, a lock, time.sleep) keeps its turn for turns.PATIENCE_S; then others
-        run, and it goes on when it gets a turn again. Every member still draws its own numbers then, but the order of
-        turns depends on time, and so does what they do to objects that they share. Threads that a member starts
-        share its turn; the other threads of the process use the generators of the member that runs.
+        other way (a threading.Barrier, a queue, a lock, time.sleep) keeps its turn for 0.2 s (turns.PATIENCE_S); then
+        others run, and it goes on when it gets a turn again. Every member still draws its own numbers then, but the
+        order of turns depends on time, and so does what they do to objects that they share. member.all_reduce([]) is a
+        barrier without that delay. Threads that a member starts share its turn; the other threads of the process use
+        the generators of the member that runs.
 
         Afterwards the caller's generators are where rank 0 left its own, so one rank draws what a plain call draws, and
         the next run draws other numbers. Its settings are as before; where run raises, so are its generators.
@@ -146,11 +147,12 @@ class LocalGroup:
             except BaseException as error:
                 errors[rank] = error
                 self._finish(run_idx, rank, RuntimeError(repr(error)))
-            with self._lock:
-                num_running -= 1
-                if num_running == 0:
-                    all_ended.set()
-            TURNS.end(turns[rank])
+            finally:
+                with self._lock:
+                    num_running -= 1
+                    if num_running == 0:
+                        all_ended.set()
+                TURNS.end(turns[rank])
 
         threads = [
             threading.Thread(

@@ -77,6 +77,14 @@ def test_experts_do_not_depend_on_the_number_of_ranks(num_ranks: int) -> None:
             assert torch.equal(getattr(part, name), getattr(whole, name)), name
 
 
+def test_members_of_a_run_draw_as_processes_do() -> None:
+    """One seed before the run: every member starts from it, however many there are."""
+    for num_ranks in (1, 4):
+        torch.manual_seed(3)
+        for given, wanted in zip(mok.LocalGroup(num_ranks).run(make), layers_of(num_ranks), strict=True):
+            assert_same(given, wanted)
+
+
 def test_every_rank_draws_the_same_from_torch() -> None:
     """What comes after the layer starts the same everywhere."""
     after = []
