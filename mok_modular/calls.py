@@ -31,7 +31,8 @@ class MoKSchedule:
     counts [5]: rows, windows, routes of this rank, rows wanted, number of the build.
     route_rank, route_row [T*K]: owner and row there of this rank's own routes; -1 for none.
     sorted_route [T*K]: own routes by expert, the order in which a pusher sends them.
-    token_row [R*max T]: first row here of each peer's token that comes here; with dispatch="pull_once", else empty.
+    token_row [R*n]: first row here of each peer's token that comes here, n the workspace's num_local_tokens when the
+    schedule was built; with dispatch="pull_once", else empty.
     """
 
     peer_rank: Tensor
@@ -324,16 +325,25 @@ def check_schedule_tensors(workspace: Workspace, schedule: MoKSchedule) -> None:
     """A schedule may come from another workspace, or have been taken apart and put together again."""
     for name, tensor in schedule.tensors().items():
         check_tensor(f"schedule.{name}", tensor, torch.int32, workspace)
-    shape = workspace.shared.shape(schedule.segment_num_rows.numel(), schedule.peer_rank.numel(), 64)
-    for name, size in schedule_sizes(shape, schedule.route_rank.numel()).items():
+    capacity_rows, row_block = schedule.peer_rank.numel(), workspace.shared.row_block
+    if capacity_rows == 0 or capacity_rows % row_block:
+        raise ValueError(f"schedule.peer_rank must hold row blocks of {row_block} rows, got [{capacity_rows}]")
+    shape = workspace.shared.shape(schedule.segment_num_rows.numel(), capacity_rows, 64)
+    sizes = schedule_sizes(shape, schedule.route_rank.numel())
+    if shape.is_pull_once:  # has the stride of the workspace's size at the time, and the workspace may have grown
+        num_ranks, last_token = workspace.member.size(), schedule.route_rank.numel() // workspace.topk - 1
+        if not schedule.peer_token_idx.is_cuda:
+            last_token = max(last_token, int(schedule.peer_token_idx.max()) // workspace.topk)
+        sizes["token_row"] = num_ranks * max(last_token + 1, schedule.token_row.numel() // num_ranks)
+    for name, size in sizes.items():
         tensor = getattr(schedule, name)
         if tensor.dim() != 1 or tensor.numel() != size:
             raise ValueError(
                 f"schedule.{name} must be [{size}] on this workspace, got {list(tensor.shape)}: the schedule was "
-                "built for another row block, ring or number of ranks, or taken apart"
+                "built for another row block, ring, dispatch or number of ranks, or taken apart"
             )
     if not schedule.peer_rank.is_cuda:
-        last_rank = max([int(t.max()) for t in (schedule.peer_rank, schedule.route_rank) if t.numel()])
+        last_rank = max(int(t.max()) for t in (schedule.peer_rank, schedule.route_rank) if t.numel())
         if last_rank >= workspace.member.size():
             raise ValueError(f"schedule names rank {last_rank}, the group has {workspace.member.size()} ranks")
 

@@ -276,6 +276,7 @@ class SharedWorkspace:
             {name: tensor.data_ptr() for name, tensor in call.schedule.items() if tensor.numel()},
             {name: tensor.data_ptr() for name, tensor in call.tensors.items() if tensor.numel()},
             call.swiglu_limit,
+            call.schedule["token_row"].numel() // self.num_ranks,
         )
         last_group = last_remote_launch(in_order)
         for i, launch in enumerate(in_order):
