@@ -44,9 +44,10 @@ def launch(
     Raises what ``reference`` raises, and ValueError for another device and for segments that are not as many row
     blocks as their rows need.
     """
+    device = host_stage.check_devices(rows=rows, segment_start=segment_start, segment_num_rows=segment_num_rows)
     _check(rows, segment_start, segment_num_rows)
     host_stage.check_bfloat16(rows=rows)
-    run = host_stage.StageRun(
+    run = host_stage.open_run(
         "quantize",
         [host_stage.segment_tables(segment_start, segment_num_rows, row_block)],
         row_block=row_block,
@@ -55,6 +56,7 @@ def launch(
         intermediate_size=TILE,
         kind="backward_wgrad",
         is_mxfp8=True,
+        device=device,
         group=group,
     )
     num_rows = int(segment_start[-1])

@@ -87,8 +87,9 @@ def launch(
 
     Raises what ``reference`` raises, and TypeError for another dtype, ValueError for another device or I.
     """
+    device = host_stage.check_devices(d_hidden=d_hidden, gate=gate, up=up, row_weights=row_weights, num_rows=num_rows)
     _check(d_hidden, gate, up, row_weights, limit)
-    device = host_stage.check_bfloat16(d_hidden=d_hidden, gate=gate, up=up)
+    host_stage.check_bfloat16(d_hidden=d_hidden, gate=gate, up=up)
     host_stage.check_float32("row_weights", row_weights)
     count, width = gate.shape
     host_stage.check_width("I of gate", width)
