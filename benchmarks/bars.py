@@ -21,7 +21,7 @@ from pathlib import Path
 from bar import Bar
 from machine import write_results
 
-from mok_modular.errors import format_table
+from mok_modular.protocol.errors import format_table
 
 GROUPS = sorted(path.stem.removeprefix("bars_") for path in Path(__file__).parent.glob("bars_*.py"))
 

@@ -20,7 +20,7 @@ from bars_forward_cpu import BASE, ERROR_SHAPES, NUM_ORDERS, captured_workload, 
 from torch import Tensor
 
 from mok_modular import LocalGroup, MoEShape, MoKConfig, ops
-from mok_modular.plan import all_plans
+from mok_modular.protocol.plan import all_plans
 from mok_modular.testing import MAX_RATIO, PassesResult, Workload, check_passes, run_passes
 
 ROOT = Path(__file__).resolve().parents[1]

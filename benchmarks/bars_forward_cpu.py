@@ -18,8 +18,8 @@ from bar import Bar
 from torch import Tensor
 
 from mok_modular import LocalGroup, MoEShape, MoKConfig
-from mok_modular.cli import parse_shape
-from mok_modular.plan import all_plans
+from mok_modular.cli.common import parse_shape
+from mok_modular.protocol.plan import all_plans
 from mok_modular.routing import load_routing
 from mok_modular.testing import MAX_RATIO, ForwardResult, Workload, check_forward, run_forward, run_forward_plans
 

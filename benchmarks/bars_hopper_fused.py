@@ -24,7 +24,7 @@ from machine import clocks
 from torch import Tensor
 
 from mok_modular import MoEShape, MoKConfig
-from mok_modular.plan import all_plans
+from mok_modular.protocol.plan import all_plans
 from mok_modular.testing.timing import DENSE_FLOPS, dense_product
 
 NUM_EXPERTS = 16
@@ -221,7 +221,7 @@ def host_bars(num_calls: int = 200) -> Iterator[Bar]:
 
 def trace_bars(rounds: int = 30) -> Iterator[Bar]:
     """What a timeline from inside the kernels costs: the same forward with and without, once a round."""
-    from mok_modular.targets import cuda_trace
+    from mok_modular.targets.cuda import trace as cuda_trace
 
     case = Contenders(SHAPES["kimi-k2.7"], None, 2048)
     records, cuda_trace.NUM_RECORDS = cuda_trace.NUM_RECORDS, 1 << 23  # none is dropped: that would be another cost

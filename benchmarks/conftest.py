@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from mok_modular.errors import format_table
+from mok_modular.protocol.errors import format_table
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -13,8 +13,9 @@ import torch
 from two_gpus_cases import LAYERS, NUM_RANKS, Load, crossing, expert_ids
 from two_gpus_contenders import Inputs
 
-from mok_modular import MoEShape, MoKConfig, Workspace, functional, nvrtc
-from mok_modular.targets.cuda_device import check, driver
+from mok_modular import MoEShape, MoKConfig, Workspace, functional
+from mok_modular.targets.cuda import nvrtc
+from mok_modular.targets.cuda.device import check, driver
 
 KIMI = LAYERS["kimi-k2.7"]
 LAYER = MoEShape("kimi rows", KIMI.hidden_size, 64, KIMI.num_experts, KIMI.topk)  # thin experts: only rows matter

@@ -13,7 +13,7 @@ from two_gpus_cases import LAYERS, NUM_RANKS, Load, expert_ids, minibatch_size
 from two_gpus_contenders import MAX_ERROR, OURS, Inputs, Ours, baselines, open_deep_ep, relative_error
 
 from mok_modular import MoEShape, MoKConfig, Workspace, functional
-from mok_modular.workspace import layout_key
+from mok_modular.calls.workspace import layout_key
 
 TOKENS = (512, 2048, 8192)
 ROUTINGS = ("uniform", "captured", "remote")

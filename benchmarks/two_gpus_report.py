@@ -10,7 +10,7 @@ from typing import Any
 from two_gpus_cases import LAYERS, Load, floors_ms
 from two_gpus_contenders import DEEP_EP, MAX_ERROR, NCCL, OURS
 
-from mok_modular.errors import format_table
+from mok_modular.protocol.errors import format_table
 
 Figures = Mapping[str, Any]
 ROUTINGS = ("uniform", "captured", "remote")

@@ -5,14 +5,15 @@ with the same bits. See README.md for ten lines that run, docs/design.md for how
 """
 
 from mok_modular import functional, ops, reference, stages, testing
+from mok_modular.calls.workspace import Workspace
 from mok_modular.config import PRESETS, MoEShape, MoKConfig
-from mok_modular.errors import MoKDeadlockError, MoKPeerError, MoKSignalError, MoKTimeoutError
 from mok_modular.functional import MoKForwardContext, MoKSchedule
-from mok_modular.group import LocalGroup, LocalMember
 from mok_modular.layer import MoE
-from mok_modular.plan import Plan
-from mok_modular.routing import Routing, capture_routing, load_routing
-from mok_modular.workspace import Workspace
+from mok_modular.protocol.errors import MoKDeadlockError, MoKPeerError, MoKSignalError, MoKTimeoutError
+from mok_modular.protocol.plan import Plan
+from mok_modular.ranks.group import LocalGroup, LocalMember
+from mok_modular.routing import Routing, load_routing
+from mok_modular.routing_capture import capture_routing
 
 __version__ = "0.1.0"
 

@@ -21,42 +21,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mok_modular.calls import (
-    MoKForwardContext,
-    MoKSchedule,
-    call_key,
-    check_layer,
-    check_ring,
-    check_schedule,
-    config_agreement,
-    context_tensors,
-    empty_context,
-    empty_schedule,
-    keep_pushed_x,
-    layer_call,
-    make_collective,
-    named_weights,
-    remember,
-    schedule_fields,
-    schedule_sizes,
-    with_tensors,
-)
-from mok_modular.config import MoKConfig
-from mok_modular.functional_backward import (
+from mok_modular.calls.checks import check_layer, check_ring, check_schedule, config_agreement
+from mok_modular.calls.collective import call_key, keep_pushed_x, layer_call, make_collective, remember, with_tensors
+from mok_modular.calls.functional_backward import (
     MoKDgradContext,
     backward,
     backward_dgrad,
     backward_wgrad,
     recompute_forward_context,
 )
-from mok_modular.precision import RoutedWeight, unpack_forward
-from mok_modular.targets import host
-from mok_modular.workspace import (
-    Workspace,
-    clear_workspace_cache,
-    create_workspace,
-    get_workspace,
+from mok_modular.calls.precision import RoutedWeight, unpack_forward
+from mok_modular.calls.values import (
+    MoKForwardContext,
+    MoKSchedule,
+    context_tensors,
+    empty_context,
+    empty_schedule,
+    named_weights,
+    schedule_fields,
+    schedule_sizes,
 )
+from mok_modular.calls.workspace import Workspace, clear_workspace_cache, create_workspace, get_workspace
+from mok_modular.protocol.call import Call
+from mok_modular.protocol.config import MoKConfig
 
 __all__ = [
     "MoKDgradContext",
@@ -86,7 +73,7 @@ def build_schedule(
     capacity with both numbers) on the rank concerned; its peers raise MoKPeerError.
     """
 
-    def checked() -> tuple[host.Call, dict[str, int]]:
+    def checked() -> tuple[Call, dict[str, int]]:
         """The call, apart from its tensors, and the sizes of the schedule's."""
         ids, num_experts = check_schedule(workspace, config, top_experts, num_local_experts)
         capacity_rows = workspace.shared.capacity_rows(num_experts)
@@ -97,7 +84,7 @@ def build_schedule(
             )
         shape = workspace.shared.shape(num_experts, capacity_rows, 64)
         check_ring(config, shape)
-        call = host.Call(
+        call = Call(
             kind="schedule",
             plan=config.plan,
             num_tokens=ids.shape[0],
@@ -110,7 +97,7 @@ def build_schedule(
         )
         return call, schedule_sizes(shape, ids.numel())
 
-    def prepare() -> tuple[host.Call, MoKSchedule]:
+    def prepare() -> tuple[Call, MoKSchedule]:
         key = call_key("schedule", workspace, config, (top_experts,), num_local_experts)
         call, sizes = remember(workspace, key, checked)
         ids = top_experts.to(torch.int32)
@@ -150,10 +137,10 @@ def forward(
 
     weights = named_weights(w_shared_gate, w_shared_up, w_shared_down, w_routed_gate, w_routed_up, w_routed_down)
 
-    def prepare() -> tuple[host.Call, Any]:
+    def prepare() -> tuple[Call, Any]:
         unpacked, is_mxfp8 = unpack_forward(weights)
 
-        def checked() -> tuple[host.Call, MoKForwardContext]:
+        def checked() -> tuple[Call, MoKForwardContext]:
             """The call, apart from its tensors, and a context that holds nothing."""
             sizes = check_layer(workspace, config, schedule, x, router_weights, unpacked, swiglu_limit, is_mxfp8)
             limit = None if swiglu_limit is None else float(swiglu_limit)

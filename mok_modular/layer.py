@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mok_modular import ops_layer
-from mok_modular.calls import check_mxfp8_sizes
-from mok_modular.config import MAX_TOPK, MoEShape, MoKConfig
-from mok_modular.group import as_member
-from mok_modular.precision import PRECISIONS
-from mok_modular.workspace import Workspace
+from mok_modular import torch_ops
+from mok_modular.calls.checks import check_mxfp8_sizes
+from mok_modular.calls.precision import PRECISIONS
+from mok_modular.calls.workspace import Workspace
+from mok_modular.protocol.config import MoKConfig
+from mok_modular.protocol.shapes import MAX_TOPK, MoEShape
+from mok_modular.ranks.group import as_member
 
 
 class MoE(nn.Module):
@@ -80,7 +81,7 @@ class MoE(nn.Module):
         self.precision = precision
         self.swiglu_limit = swiglu_limit
         self._is_on_cpu = torch.device(self.member.group.device).type == "cpu"
-        self._state = ops_layer.LayerState(
+        self._state = torch_ops.LayerState(
             self.member,
             self.config,
             hidden_size,
@@ -134,8 +135,8 @@ class MoE(nn.Module):
             raise RuntimeError("there is no backward on GPUs yet: call the layer under torch.no_grad()")
         state = self._state
         expert_ids = expert_ids.contiguous()
-        schedule = ops_layer.build_schedule(expert_ids, state.handle)
-        output, *_ = ops_layer.forward(
+        schedule = torch_ops.build_schedule(expert_ids, state.handle)
+        output, *_ = torch_ops.forward(
             x.contiguous(),
             router_weights.contiguous(),
             *weights,
@@ -158,7 +159,7 @@ class MoE(nn.Module):
         return self._state.num_local_tokens
 
     @property
-    def recorders(self) -> list[ops_layer.Recorder]:
+    def recorders(self) -> list[torch_ops.Recorder]:
         """Who is told what a forward routes by; see `capture_routing`."""
         return self._state.recorders
 

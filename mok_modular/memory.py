@@ -11,9 +11,10 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from mok_modular.calls import empty_context, empty_schedule, schedule_sizes
-from mok_modular.config import MoEShape, MoKConfig
-from mok_modular.targets.sizes import Sizes
+from mok_modular.calls.values import empty_context, empty_schedule, schedule_sizes
+from mok_modular.protocol.config import MoKConfig
+from mok_modular.protocol.shapes import MoEShape
+from mok_modular.protocol.sizes import Sizes
 
 _META = torch.device("meta")  # sizes without memory
 

@@ -13,10 +13,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mok_modular.targets import host
+from mok_modular.protocol.sizes import extension
 
 TILE = 128
 """M and N of an MXFP8 matrix are multiples of this: 128 rows by 4 scales are one tile of the scale layout."""
+BLOCK = 32
+"""Elements that share a scale."""
 
 
 def mxfp8_quantize(
@@ -105,7 +107,7 @@ def _quantize(x: Tensor, rowwise: bool, columnwise: bool) -> list[Tensor]:
     row, column = (pointers[:2] if rowwise else [0, 0]), (pointers[-2:] if columnwise else [0, 0])
     if x.numel():
         rows, cols = x.shape[-2:]
-        host.extension().mxfp8_quantize(x.data_ptr(), x.numel() // (rows * cols), rows, cols, *row, *column)
+        extension().mxfp8_quantize(x.data_ptr(), x.numel() // (rows * cols), rows, cols, *row, *column)
     return out
 
 
@@ -123,10 +125,25 @@ def _dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     if data.numel():
         rows, cols = data.shape[-2:]
         num, is_bf16 = data.numel() // (rows * cols), dtype == torch.bfloat16
-        host.extension().mxfp8_dequantize(data.data_ptr(), scale.data_ptr(), num, rows, cols, out.data_ptr(), is_bf16)
+        extension().mxfp8_dequantize(data.data_ptr(), scale.data_ptr(), num, rows, cols, out.data_ptr(), is_bf16)
     return out
 
 
 @_dequantize.register_fake
 def _empty_dequantized(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return data.new_empty(data.shape, dtype=dtype)
+
+
+def round_trip(values: Tensor, dim: int = -1) -> Tensor:
+    """Bfloat16 values after MXFP8 quantization with blocks of 32 along `dim`, whose size is a multiple of 32."""
+    blocks = values.movedim(dim, -1).unflatten(-1, (-1, BLOCK)).double()  # every step below is exact in float64
+    amax = blocks.abs().amax(-1, keepdim=True)
+    mantissa, exponent = torch.frexp(amax / 448)  # mantissa from 0.5 up to 1
+    exponent = (exponent - (mantissa == 0.5).int()).clamp(-127, 127)
+    exponent = torch.where(amax == 0, -127, torch.where(amax.isfinite(), exponent, 127))
+    elements = torch.ldexp(blocks, -exponent).clamp(-448, 448).float().to(torch.float8_e4m3fn)
+    back = torch.ldexp(elements.double(), exponent)
+    largest = torch.finfo(torch.bfloat16).max
+    back = torch.where(amax.isinf(), back, back.clamp(-largest, largest))
+    back = torch.where(amax.isnan(), torch.nan, back)
+    return back.to(values.dtype).flatten(-2).movedim(-1, dim)

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from cpu.test_sass import disassemble, persistent_masks
 
-from mok_modular import nvrtc
-from mok_modular.targets import cuda_device
+from mok_modular.targets.cuda import device as cuda_device
+from mok_modular.targets.cuda import nvrtc
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -32,7 +32,7 @@ import torch  # noqa: E402
 from helpers import build, forward, make_workload, weights_of, workspace_for  # noqa: E402
 
 from mok_modular import LocalGroup, MoKConfig, functional  # noqa: E402
-from mok_modular.plan import all_plans  # noqa: E402
+from mok_modular.protocol.plan import all_plans  # noqa: E402
 from mok_modular.testing import faults  # noqa: E402
 
 RING = {"minibatch_size": 128, "macrobatch_size": 128}

@@ -55,7 +55,7 @@ def num_sms() -> int:
 def held_sms(num_held: int, within_s: float = 10) -> Iterator[None]:
     """Another kernel has `num_held` SMs of the current GPU for itself, from the first statement of the block to its
     end. Raises RuntimeError where it does not get them within `within_s`."""
-    from mok_modular.targets.cuda_device import check, driver, get_device
+    from mok_modular.targets.cuda.device import check, driver, get_device
 
     cu = driver()
     get_device(torch.cuda.current_device()).make_current()

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from mok_modular import LocalGroup, MoE, MoEShape, MoKConfig, functional
-from mok_modular.precision import pack_backward, pack_forward
+from mok_modular.calls.precision import pack_backward, pack_forward
 from mok_modular.testing import Workload, check_forward, check_tensors
-from mok_modular.testing.runs import ForwardResult
+from mok_modular.testing.results import ForwardResult
 
 H, I, S, E, K = 64, 128, 192, 8, 2  # noqa: E741 - the words of the design
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from mok_modular.stages.tables import Tables, check_tables, kernel_tables
-from mok_modular.targets import host_stage
+from mok_modular.targets import stage_arguments, stage_run
 
 if TYPE_CHECKING:
-    from mok_modular.group import LocalGroup
+    from mok_modular.ranks.group import LocalGroup
 
 
 def reference(ys: Sequence[Tensor], schedules: Sequence[Tables], *, direction: str = "push") -> list[Tensor]:
@@ -51,12 +51,12 @@ def launch(
 
     Raises what ``reference`` raises, and TypeError for another dtype, ValueError for another device.
     """
-    device = host_stage.check_devices(ys=ys, schedules=schedules)
+    device = stage_arguments.check_devices(ys=ys, schedules=schedules)
     _check(ys, schedules, direction)
-    host_stage.check_bfloat16(**{f"ys[{rank}]": y for rank, y in enumerate(ys)})
+    stage_arguments.check_bfloat16(**{f"ys[{rank}]": y for rank, y in enumerate(ys)})
     tables, row_block = kernel_tables(schedules)
     hidden_size = ys[0].shape[1]
-    run = host_stage.open_run(
+    run = stage_run.open_run(
         "combine",
         tables,
         row_block=row_block,

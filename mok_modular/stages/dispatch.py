@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from mok_modular.stages.tables import Tables, check_tables, kernel_tables
-from mok_modular.targets import host_stage
+from mok_modular.targets import stage_arguments, stage_run
 
 if TYPE_CHECKING:
-    from mok_modular.group import LocalGroup
+    from mok_modular.ranks.group import LocalGroup
 
 
 def reference(xs: Sequence[Tensor], schedules: Sequence[Tables], *, topk: int, direction: str = "pull") -> list[Tensor]:
@@ -56,12 +56,12 @@ def launch(
 
     Raises what ``reference`` raises, and TypeError for another dtype, ValueError for another device.
     """
-    device = host_stage.check_devices(xs=xs, schedules=schedules)
+    device = stage_arguments.check_devices(xs=xs, schedules=schedules)
     _check(xs, schedules, topk, direction)
-    host_stage.check_bfloat16(**{f"xs[{rank}]": x for rank, x in enumerate(xs)})
+    stage_arguments.check_bfloat16(**{f"xs[{rank}]": x for rank, x in enumerate(xs)})
     tables, row_block = kernel_tables(schedules)
     hidden_size = xs[0].shape[1]
-    run = host_stage.open_run(
+    run = stage_run.open_run(
         "dispatch",
         tables,
         row_block=row_block,

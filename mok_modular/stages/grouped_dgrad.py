@@ -9,10 +9,10 @@ from torch import Tensor
 
 from mok_modular.stages import grouped_gemm
 from mok_modular.stages.tables import check_segments
-from mok_modular.targets import host_stage
+from mok_modular.targets import stage_arguments, stage_run
 
 if TYPE_CHECKING:
-    from mok_modular.group import LocalGroup
+    from mok_modular.ranks.group import LocalGroup
 
 
 def reference(
@@ -58,19 +58,19 @@ def launch(
     Raises what ``reference`` raises, and TypeError for another dtype, ValueError for another device, for Kdim or N
     that is no multiple of 64 and for segments that are not as many row blocks as their rows need.
     """
-    device = host_stage.check_devices(
+    device = stage_arguments.check_devices(
         rows=rows, weight=weight, segment_start=segment_start, segment_num_rows=segment_num_rows
     )
     all_rows, all_weights = _pairs(rows, weight)
     is_pair = len(all_rows) == 2
     _check(all_rows, all_weights, segment_start, segment_num_rows)
-    host_stage.check_bfloat16(rows=all_rows[0])
+    stage_arguments.check_bfloat16(rows=all_rows[0])
     num_k, num_cols = all_weights[0].shape[1:]
-    host_stage.check_width("Kdim", num_k)
-    host_stage.check_width("N", num_cols)
-    run = host_stage.open_run(
+    stage_arguments.check_width("Kdim", num_k)
+    stage_arguments.check_width("N", num_cols)
+    run = stage_run.open_run(
         "gate_up_dgrad" if is_pair else "down_dgrad",
-        [host_stage.segment_tables(segment_start, segment_num_rows, row_block)],
+        [stage_arguments.segment_tables(segment_start, segment_num_rows, row_block)],
         row_block=row_block,
         num_tokens=[0],
         hidden_size=num_cols if is_pair else num_k,

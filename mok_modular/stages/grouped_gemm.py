@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from mok_modular.stages.tables import check_segments
-from mok_modular.targets import host_stage
+from mok_modular.targets import stage_arguments, stage_run
 
 if TYPE_CHECKING:
-    from mok_modular.group import LocalGroup
+    from mok_modular.ranks.group import LocalGroup
 
 
 @overload
@@ -82,20 +82,20 @@ def launch(
     Raises what ``reference`` raises, and TypeError for another dtype, ValueError for another device, for Kdim or N
     that is no multiple of 64 and for segments that are not as many row blocks as their rows need.
     """
-    device = host_stage.check_devices(
+    device = stage_arguments.check_devices(
         rows=rows, weight=weight, segment_start=segment_start, segment_num_rows=segment_num_rows
     )
     is_pair = not isinstance(weight, Tensor)
     weights = _pair(weight) if not isinstance(weight, Tensor) else (weight,)
     for each in weights:
         _check(rows, each, segment_start, segment_num_rows)
-    host_stage.check_bfloat16(rows=rows)
+    stage_arguments.check_bfloat16(rows=rows)
     num_cols, num_k = weights[0].shape[1:]
-    host_stage.check_width("Kdim", num_k)
-    host_stage.check_width("N", num_cols)
-    run = host_stage.open_run(
+    stage_arguments.check_width("Kdim", num_k)
+    stage_arguments.check_width("N", num_cols)
+    run = stage_run.open_run(
         "gate_up" if is_pair else "down",
-        [host_stage.segment_tables(segment_start, segment_num_rows, row_block)],
+        [stage_arguments.segment_tables(segment_start, segment_num_rows, row_block)],
         row_block=row_block,
         num_tokens=[0],
         hidden_size=num_k if is_pair else num_cols,

@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mok_modular.ops import TILE
-from mok_modular.targets import host_stage
+from mok_modular.ops import BLOCK, TILE, round_trip
+from mok_modular.targets import stage_arguments, stage_run
 
 if TYPE_CHECKING:
-    from mok_modular.group import LocalGroup
-
-BLOCK = 32
+    from mok_modular.ranks.group import LocalGroup
 
 
 def reference(rows: Tensor, segment_start: Tensor, segment_num_rows: Tensor) -> Tensor:
@@ -44,12 +42,12 @@ def launch(
     Raises what ``reference`` raises, and ValueError for another device and for segments that are not as many row
     blocks as their rows need.
     """
-    device = host_stage.check_devices(rows=rows, segment_start=segment_start, segment_num_rows=segment_num_rows)
+    device = stage_arguments.check_devices(rows=rows, segment_start=segment_start, segment_num_rows=segment_num_rows)
     _check(rows, segment_start, segment_num_rows)
-    host_stage.check_bfloat16(rows=rows)
-    run = host_stage.open_run(
+    stage_arguments.check_bfloat16(rows=rows)
+    run = stage_run.open_run(
         "quantize",
-        [host_stage.segment_tables(segment_start, segment_num_rows, row_block)],
+        [stage_arguments.segment_tables(segment_start, segment_num_rows, row_block)],
         row_block=row_block,
         num_tokens=[0],
         hidden_size=rows.shape[1],
@@ -67,21 +65,6 @@ def launch(
     out = torch.zeros_like(rows)
     out[:num_rows] = run.region(0, "ring_x", rows.shape[1])[:num_rows]
     return out
-
-
-def round_trip(values: Tensor, dim: int = -1) -> Tensor:
-    """Bfloat16 values after MXFP8 quantization with blocks of 32 along `dim`, whose size is a multiple of 32."""
-    blocks = values.movedim(dim, -1).unflatten(-1, (-1, BLOCK)).double()  # every step below is exact in float64
-    amax = blocks.abs().amax(-1, keepdim=True)
-    mantissa, exponent = torch.frexp(amax / 448)  # mantissa from 0.5 up to 1
-    exponent = (exponent - (mantissa == 0.5).int()).clamp(-127, 127)
-    exponent = torch.where(amax == 0, -127, torch.where(amax.isfinite(), exponent, 127))
-    elements = torch.ldexp(blocks, -exponent).clamp(-448, 448).float().to(torch.float8_e4m3fn)
-    back = torch.ldexp(elements.double(), exponent)
-    largest = torch.finfo(torch.bfloat16).max
-    back = torch.where(amax.isinf(), back, back.clamp(-largest, largest))
-    back = torch.where(amax.isnan(), torch.nan, back)
-    return back.to(values.dtype).flatten(-2).movedim(-1, dim)
 
 
 def _is_filled(rows: Tensor, segment_start: Tensor, segment_num_rows: Tensor) -> Tensor:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mok_modular.targets import host_stage
+from mok_modular.targets import stage_arguments, stage_run
 
 if TYPE_CHECKING:
-    from mok_modular.group import LocalGroup
+    from mok_modular.ranks.group import LocalGroup
 
 
 def reference(combined: Tensor, router_weights: Tensor, route_mask: Tensor, shared: Tensor | None) -> Tensor:
@@ -58,18 +58,18 @@ def launch(
 
     Raises what ``reference`` raises, and TypeError for another dtype, ValueError for another device or H.
     """
-    device = host_stage.check_devices(
+    device = stage_arguments.check_devices(
         combined=combined, router_weights=router_weights, route_mask=route_mask, shared=shared
     )
     _check(combined, router_weights, route_mask, shared)
-    host_stage.check_bfloat16(combined=combined)
+    stage_arguments.check_bfloat16(combined=combined)
     num_tokens, topk = router_weights.shape
     hidden_size = combined.shape[1]
-    host_stage.check_width("H of combined", hidden_size)
-    row_block = host_stage.ROW_BLOCKS[0]
-    tables = host_stage.segment_tables(torch.zeros(2, dtype=torch.int32), torch.zeros(1), row_block)
+    stage_arguments.check_width("H of combined", hidden_size)
+    row_block = stage_arguments.ROW_BLOCKS[0]
+    tables = stage_arguments.segment_tables(torch.zeros(2, dtype=torch.int32), torch.zeros(1), row_block)
     tables["route_rank"] = torch.where(route_mask, 0, -1).to(torch.int32).cpu().contiguous()
-    run = host_stage.open_run(
+    run = stage_run.open_run(
         "reduce",
         [tables],
         row_block=row_block,

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from mok_modular.stages import dispatch
 from mok_modular.stages.tables import Tables, check_tables, kernel_tables
-from mok_modular.targets import host_stage
+from mok_modular.targets import stage_arguments, stage_run
 
 if TYPE_CHECKING:
-    from mok_modular.group import LocalGroup
+    from mok_modular.ranks.group import LocalGroup
 
 
 def reference(
@@ -50,14 +50,14 @@ def launch(
 
     Raises what ``reference`` raises, and TypeError for another dtype, ValueError for another device.
     """
-    device = host_stage.check_devices(d_outputs=d_outputs, router_weights=router_weights, schedules=schedules)
+    device = stage_arguments.check_devices(d_outputs=d_outputs, router_weights=router_weights, schedules=schedules)
     _check(d_outputs, router_weights, schedules, topk)
-    host_stage.check_bfloat16(**{f"d_outputs[{rank}]": d for rank, d in enumerate(d_outputs)})
+    stage_arguments.check_bfloat16(**{f"d_outputs[{rank}]": d for rank, d in enumerate(d_outputs)})
     for rank, weights in enumerate(router_weights):
-        host_stage.check_float32(f"router_weights[{rank}]", weights)
+        stage_arguments.check_float32(f"router_weights[{rank}]", weights)
     tables, row_block = kernel_tables(schedules)
     hidden_size = d_outputs[0].shape[1]
-    run = host_stage.open_run(
+    run = stage_run.open_run(
         "reverse_combine",
         tables,
         row_block=row_block,

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mok_modular.protocol.sizes import NUM_COLUMNS
 from mok_modular.stages import combine
-from mok_modular.stages.swiglu_backward import NUM_COLUMNS
 from mok_modular.stages.tables import Tables, check_tables, kernel_tables
-from mok_modular.targets import host_stage
+from mok_modular.targets import stage_arguments, stage_run
 
 if TYPE_CHECKING:
-    from mok_modular.group import LocalGroup
+    from mok_modular.ranks.group import LocalGroup
 
 
 def reference(
@@ -57,14 +57,14 @@ def launch(
 
     Raises what ``reference`` raises, and TypeError for another dtype, ValueError for another device.
     """
-    device = host_stage.check_devices(d_xs=d_xs, router_partials=router_partials, schedules=schedules)
+    device = stage_arguments.check_devices(d_xs=d_xs, router_partials=router_partials, schedules=schedules)
     _check(d_xs, router_partials, schedules)
-    host_stage.check_bfloat16(**{f"d_xs[{rank}]": d_x for rank, d_x in enumerate(d_xs)})
+    stage_arguments.check_bfloat16(**{f"d_xs[{rank}]": d_x for rank, d_x in enumerate(d_xs)})
     for rank, partials in enumerate(router_partials):
-        host_stage.check_float32(f"router_partials[{rank}]", partials)
+        stage_arguments.check_float32(f"router_partials[{rank}]", partials)
     tables, row_block = kernel_tables(schedules)
     hidden_size, num_groups = d_xs[0].shape[1], router_partials[0].shape[1]
-    run = host_stage.open_run(
+    run = stage_run.open_run(
         "reverse_dispatch",
         tables,
         row_block=row_block,

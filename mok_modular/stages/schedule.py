@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from mok_modular.config import MoKConfig
-    from mok_modular.functional import MoKSchedule
-    from mok_modular.group import LocalGroup, LocalMember
+from mok_modular import functional
+from mok_modular.functional import MoKSchedule
+from mok_modular.protocol.config import MoKConfig
+from mok_modular.ranks.group import LocalGroup, LocalMember
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,10 +121,6 @@ def launch(
     Raises what ``reference`` raises, and ValueError for a row block that is not 128 or 256, for more rows than
     ``config`` leaves room for and for a group of another size.
     """
-    from mok_modular import functional  # a layer uses the stages, and this stage a layer's exchange
-    from mok_modular.config import MoKConfig
-    from mok_modular.group import LocalGroup
-
     _check(top_experts, num_experts, row_block)
     num_ranks, topk = len(top_experts), top_experts[0].shape[1]
     device = top_experts[0].device

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mok_modular.targets import host_stage
+from mok_modular.targets import stage_arguments, stage_run
 
 if TYPE_CHECKING:
-    from mok_modular.group import LocalGroup
+    from mok_modular.ranks.group import LocalGroup
 
 
 def reference(gate: Tensor, up: Tensor, limit: float | None = None, *, num_rows: Tensor | int | None = None) -> Tensor:
@@ -59,18 +59,18 @@ def launch(
 
     Raises what ``reference`` raises, and TypeError for another dtype, ValueError for another device or I.
     """
-    device = host_stage.check_devices(gate=gate, up=up, num_rows=num_rows)
+    device = stage_arguments.check_devices(gate=gate, up=up, num_rows=num_rows)
     _check(gate, up, limit)
-    host_stage.check_bfloat16(gate=gate, up=up)
+    stage_arguments.check_bfloat16(gate=gate, up=up)
     width = gate.shape[-1] if gate.dim() else 0
-    host_stage.check_width("gate's last dimension", width)
+    stage_arguments.check_width("gate's last dimension", width)
     count = gate.numel() // width
     num_used = count if num_rows is None else int(num_rows) * (count // max(1, len(gate)))
-    row_block = host_stage.ROW_BLOCKS[0]
+    row_block = stage_arguments.ROW_BLOCKS[0]
     segment_start = torch.tensor([0, -(-count // row_block) * row_block])
-    run = host_stage.open_run(
+    run = stage_run.open_run(
         "swiglu",
-        [host_stage.segment_tables(segment_start, torch.tensor([count]), row_block)],
+        [stage_arguments.segment_tables(segment_start, torch.tensor([count]), row_block)],
         row_block=row_block,
         num_tokens=[0],
         intermediate_size=width,

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mok_modular.targets import host_stage
+from mok_modular.protocol.sizes import NUM_COLUMNS
+from mok_modular.targets import stage_arguments, stage_run
 
 if TYPE_CHECKING:
-    from mok_modular.group import LocalGroup
-
-NUM_COLUMNS = 32
-"""Columns of h that make one partial sum of d_router."""
+    from mok_modular.ranks.group import LocalGroup
 
 
 def reference(
@@ -87,18 +85,20 @@ def launch(
 
     Raises what ``reference`` raises, and TypeError for another dtype, ValueError for another device or I.
     """
-    device = host_stage.check_devices(d_hidden=d_hidden, gate=gate, up=up, row_weights=row_weights, num_rows=num_rows)
+    device = stage_arguments.check_devices(
+        d_hidden=d_hidden, gate=gate, up=up, row_weights=row_weights, num_rows=num_rows
+    )
     _check(d_hidden, gate, up, row_weights, limit)
-    host_stage.check_bfloat16(d_hidden=d_hidden, gate=gate, up=up)
-    host_stage.check_float32("row_weights", row_weights)
+    stage_arguments.check_bfloat16(d_hidden=d_hidden, gate=gate, up=up)
+    stage_arguments.check_float32("row_weights", row_weights)
     count, width = gate.shape
-    host_stage.check_width("I of gate", width)
+    stage_arguments.check_width("I of gate", width)
     num_used = count if num_rows is None else int(num_rows)
-    row_block = host_stage.ROW_BLOCKS[0]
+    row_block = stage_arguments.ROW_BLOCKS[0]
     segment_start = torch.tensor([0, -(-count // row_block) * row_block])
-    run = host_stage.open_run(
+    run = stage_run.open_run(
         "swiglu_backward",
-        [host_stage.segment_tables(segment_start, torch.tensor([count]), row_block)],
+        [stage_arguments.segment_tables(segment_start, torch.tensor([count]), row_block)],
         row_block=row_block,
         num_tokens=[0],
         intermediate_size=width,

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mok_modular.targets import host_stage
+from mok_modular.targets import stage_arguments
 
 
 class Tables(Protocol):
@@ -89,7 +89,7 @@ def kernel_tables(schedules: Sequence[Tables]) -> tuple[list[dict[str, Tensor]],
     row_block = next((len(s.peer_rank) // len(s.row_block_expert) for s in schedules if len(s.row_block_expert)), 128)
     by_rank = []
     for s in schedules:
-        tables = host_stage.segment_tables(s.segment_start, s.segment_num_rows, row_block)
+        tables = stage_arguments.segment_tables(s.segment_start, s.segment_num_rows, row_block)
         for name in ("peer_rank", "peer_token_idx", "route_rank", "route_row"):
             tables[name] = getattr(s, name).cpu().to(torch.int32).contiguous()
         # The order in which a pusher sends: by owner and row there.

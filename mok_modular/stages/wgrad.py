@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from mok_modular.stages.tables import check_segments
-from mok_modular.targets import host_stage
+from mok_modular.targets import stage_arguments, stage_run
 
 if TYPE_CHECKING:
-    from mok_modular.group import LocalGroup
+    from mok_modular.ranks.group import LocalGroup
 
 _TILE_COLS = 128  # of a carry, on the host
 
@@ -59,20 +59,20 @@ def launch(
     Raises what ``reference`` raises, and TypeError for another dtype, ValueError for another device, M or N, for
     segments that are not as many row blocks as their rows need, and for a carry of another expert.
     """
-    device = host_stage.check_devices(
+    device = stage_arguments.check_devices(
         left=left, right=right, segment_start=segment_start, segment_num_rows=segment_num_rows, carry=carry
     )
     _check(left, right, segment_start, segment_num_rows, carry)
-    host_stage.check_bfloat16(left=left, right=right)
+    stage_arguments.check_bfloat16(left=left, right=right)
     num_experts, height, width = len(segment_num_rows), left.shape[1], right.shape[1]
-    host_stage.check_width("M of left", height)
-    host_stage.check_width("N of right", width)
-    tables = host_stage.segment_tables(segment_start, segment_num_rows, row_block)
+    stage_arguments.check_width("M of left", height)
+    stage_arguments.check_width("N of right", width)
+    tables = stage_arguments.segment_tables(segment_start, segment_num_rows, row_block)
     num_rows = int(segment_start[-1])
     carried = None if carry is None else _carried_expert(carry, segment_num_rows)
     if carried is not None:
         tables = _behind_a_macrobatch(tables, carried, num_rows, row_block)
-    run = host_stage.open_run(
+    run = stage_run.open_run(
         "wgrad",
         [tables],
         row_block=row_block,

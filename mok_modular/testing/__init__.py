@@ -2,22 +2,11 @@
 
 from mok_modular.testing import faults
 from mok_modular.testing.capture import capture
+from mok_modular.testing.checks import check_forward, check_passes, check_tensors
 from mok_modular.testing.contract import ContractReport, check_stage
 from mok_modular.testing.replay import REPLAYED, StageReplay, replay_stage
-from mok_modular.testing.runs import (
-    MAX_RATIO,
-    ForwardResult,
-    PassesResult,
-    StageStats,
-    TensorCheck,
-    check_forward,
-    check_passes,
-    check_tensors,
-    run_forward,
-    run_forward_plans,
-    run_passes,
-    run_passes_plans,
-)
+from mok_modular.testing.results import MAX_RATIO, ForwardResult, PassesResult, StageStats, TensorCheck
+from mok_modular.testing.runs import run_forward, run_forward_plans, run_passes, run_passes_plans
 from mok_modular.testing.workload import Workload
 
 __all__ = [

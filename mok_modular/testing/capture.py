@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from mok_modular import stages
-from mok_modular.swap import STAGES_OF
-from mok_modular.swap_window import WindowTables
+from mok_modular.protocol.swap_rules import STAGES_OF
+from mok_modular.swap.window import WindowTables
 
 
 def capture(name: str, path: str | os.PathLike[str]) -> Callable[..., Any]:

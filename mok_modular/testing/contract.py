@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mok_modular.errors import format_table
-from mok_modular.swap import STAGES_OF
+from mok_modular.protocol.errors import format_table
+from mok_modular.protocol.swap_rules import STAGES_OF
 from mok_modular.testing import contract_backward, contract_forward
 from mok_modular.testing.contract_case import Case, Finding, same_bits
 

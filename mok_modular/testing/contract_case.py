@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mok_modular.stages import schedule
+
 ROW_BLOCK = 128
 
 
@@ -83,8 +85,6 @@ SEGMENTS = {
 
 
 def route_cases() -> Iterator[tuple[str, list[int], int, list[Any]]]:
-    from mok_modular.stages import schedule
-
     def ids(kind: str, count: int, topk: int, num_experts: int, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         out = torch.randint(-1, num_experts, (count, topk), generator=generator)

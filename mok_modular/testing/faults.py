@@ -25,7 +25,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mok_modular.targets import host
+from mok_modular.protocol.sizes import extension
+from mok_modular.targets.shared_workspace import planted_faults
 
 KINDS = ("drop", "delay", "duplicate", "corrupt", "stop", "stall")
 _FIELDS = {
@@ -60,7 +61,7 @@ class Fault:
             raise ValueError(f"fault must be one of {', '.join(KINDS)}, got {self.kind!r}")
         if self.rank < 0:
             raise ValueError(f"rank of a fault must be at least 0, got {self.rank}")
-        module = host.extension()
+        module = extension()
         edges, stages = module.edge_names(), module.stage_names()
         if self.kind == "stall" and self.stage not in stages:
             raise ValueError(f"stall needs a stage, one of {', '.join(stages)}; got {self.stage!r}")
@@ -153,9 +154,9 @@ def plant(*given: Fault | str) -> Iterator[None]:
     rows: list[dict[str, Any]] = [
         {key: value for key, value in asdict(fault).items() if value is not None} for fault in planted
     ]
-    host.planted_faults.extend(rows)
+    planted_faults.extend(rows)
     try:
         yield
     finally:
         for row in rows:
-            host.planted_faults.remove(row)
+            planted_faults.remove(row)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from mok_modular import functional
-from mok_modular.config import MoKConfig
+from mok_modular.calls.workspace import layout_key
+from mok_modular.protocol.config import MoKConfig
 from mok_modular.testing.timing import DENSE_FLOPS, dense_product, host_ms, interleaved_ms, run_rounds, sm_clock_mhz
 from mok_modular.testing.workload import Workload
-from mok_modular.workspace import layout_key
 
 CHECKED_ROUNDS = 3
 """Rounds whose bits are compared: two that warm up, and one behind the timed ones."""

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mok_modular.config import MoEShape
+from mok_modular import reference
+from mok_modular.protocol.shapes import MoEShape
 from mok_modular.routing import Routing
 
 
@@ -200,10 +201,8 @@ class Workload:
     def reference(self, dtype: torch.dtype) -> list[Tensor]:
         """Output of the reference by rank: in float64 the truth, in bfloat16 torch's own rounding (and in mxfp8 its
         quantization, at the library's places)."""
-        from mok_modular import reference, reference_mxfp8
-
         if self.precision == "mxfp8" and dtype != torch.float64:
-            return reference_mxfp8.moe_ranks(
+            return reference.mxfp8.moe_ranks(
                 self.x,
                 self.expert_ids,
                 self.router_weights,
@@ -240,10 +239,8 @@ class Workload:
     def reference_gradients(self, dtype: torch.dtype) -> dict[str, list[Tensor]]:
         """The gradients for `d_outputs`, by name (d_x, d_router_weights, d_routed_gate, ...) and rank: in float64 the
         truth, in bfloat16 torch's products at the library's rounding points (and in mxfp8 quantization points)."""
-        from mok_modular import reference, reference_mxfp8
-
         is_quantized = self.precision == "mxfp8" and dtype != torch.float64
-        layer_backward = reference_mxfp8.layer_backward if is_quantized else reference.layer_backward
+        layer_backward = reference.mxfp8.layer_backward if is_quantized else reference.layer_backward
         weights = self.weights.double() if dtype == torch.float64 else self.weights
         by_rank = layer_backward(
             [d_output.to(dtype) for d_output in self.d_outputs()],

@@ -37,7 +37,7 @@ from test_bits import problems
 from torch import Tensor
 
 from mok_modular import LocalGroup, MoKConfig, MoKForwardContext, MoKPeerError, functional
-from mok_modular.plan import all_plans
+from mok_modular.protocol.plan import all_plans
 from mok_modular.testing import Workload
 
 PLANS = [str(plan) for plan in all_plans()]

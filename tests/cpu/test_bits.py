@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mok_modular import MoKConfig
-from mok_modular.plan import all_plans
+from mok_modular.protocol.plan import all_plans
 from mok_modular.testing import Workload
 
 PLANS = [str(plan) for plan in all_plans()]

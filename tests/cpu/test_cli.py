@@ -16,14 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-import mok_modular.doctor
+import mok_modular.cli.doctor
 import mok_modular.testing
-from mok_modular.build import BuildError
-from mok_modular.cli import main, parse_shape
+from mok_modular.cli import main
+from mok_modular.cli.common import parse_shape
 from mok_modular.config import PRESETS, MoEShape, MoKConfig
-from mok_modular.errors import MoKDeadlockError
-from mok_modular.plan import Plan
+from mok_modular.protocol.errors import MoKDeadlockError
+from mok_modular.protocol.plan import Plan
 from mok_modular.routing import Routing, load_routing, save_routing
+from mok_modular.targets.build import BuildError
 from mok_modular.testing import REPLAYED, ForwardResult, PassesResult, TensorCheck, Workload, check_forward
 
 ROOT = Path(__file__).parents[2]
@@ -467,7 +468,7 @@ def test_doctor_of_a_broken_installation(capsys: pytest.CaptureFixture[str], mon
     def missing() -> None:
         raise BuildError("the host extension does not load (no such file); install it again")
 
-    monkeypatch.setattr(mok_modular.doctor, "host_build_info", missing)
+    monkeypatch.setattr(mok_modular.cli.doctor, "host_build_info", missing)
     report = run_json(capsys, ["doctor"], exit_code=1)
     assert report["ok"] is False
     assert "layer" not in report["facts"]
@@ -480,7 +481,7 @@ def test_doctor_of_a_broken_installation(capsys: pytest.CaptureFixture[str], mon
 
 
 def test_doctor_runs_where_the_extension_is_missing(tmp_path: Path) -> None:
-    package = Path(mok_modular.doctor.__file__).parent
+    package = Path(mok_modular.cli.doctor.__file__).parents[1]
     shutil.copytree(package, tmp_path / "mok_modular", ignore=shutil.ignore_patterns("*.so", "__pycache__", "csrc"))
     done = run_process(tmp_path, ["doctor"], exit_code=1)
     assert str(tmp_path / "mok_modular") in done.stdout
@@ -494,16 +495,16 @@ def test_doctor_judges_the_layer() -> None:
         raise RuntimeError("illegal instruction")
 
     for forward, words in ((broken, "RuntimeError: illegal instruction"), (lambda: False, "wrong output")):
-        report = mok_modular.doctor.Report()
-        mok_modular.doctor.check_layer_runs(report, forward)
+        report = mok_modular.cli.doctor.Report()
+        mok_modular.cli.doctor.check_layer_runs(report, forward)
         assert not report.is_ok
         assert words in report.problems[0].what
 
 
 def test_versions() -> None:
-    assert mok_modular.doctor.parse_version("2.13.0+cpu") == (2, 13)
-    assert mok_modular.doctor.parse_version("2.10.0a0+git12") == (2, 10)
-    assert mok_modular.doctor.parse_version("2.9.1") < mok_modular.doctor.MIN_TORCH
+    assert mok_modular.cli.doctor.parse_version("2.13.0+cpu") == (2, 13)
+    assert mok_modular.cli.doctor.parse_version("2.10.0a0+git12") == (2, 10)
+    assert mok_modular.cli.doctor.parse_version("2.9.1") < mok_modular.cli.doctor.MIN_TORCH
 
 
 def test_the_script_is_this_main() -> None:

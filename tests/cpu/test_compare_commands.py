@@ -16,8 +16,11 @@ from helpers import make_workload
 
 import mok_modular.testing.timed_forward as timed_forward
 import mok_modular.testing.timing as timing
-from mok_modular import LocalGroup, MoKConfig, cli, cli_common, cli_sweep, sweep
-from mok_modular.plan import all_plans
+from mok_modular import LocalGroup, MoKConfig, cli
+from mok_modular.cli import common as cli_common
+from mok_modular.cli import sweep as cli_sweep
+from mok_modular.cli import sweep_points as sweep
+from mok_modular.protocol.plan import all_plans
 
 ONE_PARTIAL = "dispatch|gate_up+swiglu|down|combine"
 SMALL = ["--routing", "random", "--shape", "64,128,8,2,64", "--ranks", "2"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
-from mok_modular import LocalGroup, MoKConfig, ops_layer
+from mok_modular import LocalGroup, MoKConfig, torch_ops
 from mok_modular.testing import Workload
 
 CONFIG = MoKConfig(mode="split", **SMALL_RING)
@@ -165,15 +165,15 @@ def test_the_operators_keep_their_contract() -> None:
     layer = make_layer(workload, member, CONFIG, num_local_tokens=20)
     handle = layer._state.handle
     ids = workload.expert_ids[0]
-    schedule = ops_layer.build_schedule(ids, handle)
+    schedule = torch_ops.build_schedule(ids, handle)
     weights = [None if w is None else w.detach() for w in layer._weights()]
     inputs = (workload.x[0], workload.router_weights[0], *weights)
-    output, *context = ops_layer.forward(*inputs, list(schedule), ids, handle, True, False)
+    output, *context = torch_ops.forward(*inputs, list(schedule), ids, handle, True, False)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(ops_layer.build_schedule, (ids, handle), test_utils=checks)
+    torch.library.opcheck(torch_ops.build_schedule, (ids, handle), test_utils=checks)
     asking = [None if t is None else t.clone().requires_grad_() for t in inputs]
-    torch.library.opcheck(ops_layer.forward, (*asking, list(schedule), ids, handle, True, False), test_utils=checks)
+    torch.library.opcheck(torch_ops.forward, (*asking, list(schedule), ids, handle, True, False), test_utils=checks)
     d_output = torch.ones_like(output)
     torch.library.opcheck(
-        ops_layer.backward, (d_output, *inputs, list(schedule), context, handle, False), test_utils=checks
+        torch_ops.backward, (d_output, *inputs, list(schedule), context, handle, False), test_utils=checks
     )

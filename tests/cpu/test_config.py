@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mok_modular.config import PRESETS, MoEShape, MoKConfig
-from mok_modular.errors import MAX_PRINTED_WAITS, MoKDeadlockError, MoKPeerError, MoKTimeoutError
+from mok_modular.protocol.errors import MAX_PRINTED_WAITS, MoKDeadlockError, MoKPeerError, MoKTimeoutError
 
 
 def test_defaults() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mok_modular import stages
-from mok_modular.swap import STAGES_OF
+from mok_modular.protocol.swap_rules import STAGES_OF
 from mok_modular.testing import check_stage
 from mok_modular.testing.contract import RULES
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mok_modular import trace
-from mok_modular.targets import cuda_trace
-from mok_modular.targets.host import extension
+from mok_modular.protocol import trace, trace_plot
+from mok_modular.protocol.sizes import extension
+from mok_modular.targets.cuda import trace as cuda_trace
 
 LAUNCHES = [("schedule", "comm")], [("fused", "compute"), ("reduce", "compute")]
 START_NS = 1_700_000_000_000_000_000
@@ -128,15 +128,15 @@ def test_names_in_a_viewer() -> None:
 def test_some_ctas_are_drawn_with_all_their_roles(tmp_path: Path) -> None:
     found = many_ctas(132)
     call = [each for each in found.intervals if found.calls[each.call] == "forward"]
-    drawn = trace._drawn(found, call)
+    drawn = trace_plot._drawn(found, call)
     ctas = sorted({each.worker // len(roles()) for each in drawn})
-    assert len({each.track for each in drawn}) == trace.MAX_DRAWN_TRACKS
-    assert len(ctas) == trace.MAX_DRAWN_TRACKS // 4
+    assert len({each.track for each in drawn}) == trace_plot.MAX_DRAWN_TRACKS
+    assert len(ctas) == trace_plot.MAX_DRAWN_TRACKS // 4
     assert ctas[0] == 0
     assert ctas[-1] > 120
     assert len(drawn) == 5 * len(ctas)
     few = many_ctas(10)
-    assert trace._drawn(few, few.intervals[30:]) == few.intervals[30:]
+    assert trace_plot._drawn(few, few.intervals[30:]) == few.intervals[30:]
     pytest.importorskip("matplotlib")
-    trace.plot({"split": few, "fused": found}, tmp_path / "both.png")
+    trace_plot.plot({"split": few, "fused": found}, tmp_path / "both.png")
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")

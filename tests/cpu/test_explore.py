@@ -11,9 +11,9 @@ import pytest
 from helpers import FULL_RING, SMALL_RING, backward, build, forward, make_workload, recompute, workspace_for
 
 from mok_modular import LocalGroup, MoKConfig, cli
-from mok_modular.explore import LAYOUTS, PLANTED, SEQUENCES, SMALL, STRADDLING, Setup, explore, search, setups
-from mok_modular.plan import Plan, all_plans
-from mok_modular.targets.host import extension
+from mok_modular.cli.explore import LAYOUTS, PLANTED, SEQUENCES, SMALL, STRADDLING, Setup, explore, search, setups
+from mok_modular.protocol.plan import Plan, all_plans
+from mok_modular.protocol.sizes import extension
 
 FEW_PLANS = [Plan.parse(text) for text in ("split", "fused", "dispatch|gate_up+swiglu+down+combine")]
 

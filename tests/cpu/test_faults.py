@@ -21,7 +21,7 @@ from helpers import (
 )
 
 from mok_modular import LocalGroup, MoKConfig, MoKDeadlockError, MoKSignalError, MoKTimeoutError, cli, functional
-from mok_modular.targets import host
+from mok_modular.targets.shared_workspace import planted_faults
 from mok_modular.testing import Workload, faults
 
 FIELDS = {"rank", "stage", "task", "edge", "index", "have", "want", "peer"}
@@ -284,7 +284,7 @@ def test_wrong_names(text: str, message: str) -> None:
 def test_nothing_is_left_behind() -> None:
     with pytest.raises(KeyError), faults.plant("drop:x_ready,rank=1"):
         raise KeyError
-    assert host.planted_faults == []
+    assert planted_faults == []
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ from helpers import (
 from torch import Tensor
 
 from mok_modular import LocalGroup, MoKConfig, MoKSchedule, functional
-from mok_modular.precision import pack_backward
+from mok_modular.calls.precision import pack_backward
 from mok_modular.testing import Workload
 
 NUM_TOKENS = {1: [37], 2: [60, 23], 4: [40, 0, 61, 9]}

@@ -15,7 +15,7 @@ from helpers import SMALL_RING, build, call, forward, make_workload, run, same_b
 from torch import Tensor
 
 from mok_modular import LocalGroup, MoKConfig, MoKPeerError, functional
-from mok_modular import group as group_module
+from mok_modular.ranks import group as group_module
 from mok_modular.testing import Workload
 
 CONFIG = MoKConfig(**SMALL_RING)

@@ -14,7 +14,7 @@ from helpers import FULL_RING, SMALL_RING, all_ranks, build, call_both, forward,
 from mok_modular import PRESETS, LocalGroup, MoEShape, MoKConfig, functional
 from mok_modular.cli import main
 from mok_modular.memory import Memory, estimate
-from mok_modular.targets.sizes import Sizes
+from mok_modular.protocol.sizes import Sizes
 
 PAGE = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
 FORMULAS = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \| (?:yes|no|with|one)", PAGE, flags=re.M))

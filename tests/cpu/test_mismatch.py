@@ -11,7 +11,7 @@ from helpers import SMALL_RING, build, call, forward, make_workload, run, same_b
 from torch import Tensor
 
 from mok_modular import LocalGroup, MoKConfig, MoKPeerError
-from mok_modular.targets import host
+from mok_modular.protocol.call import Call
 from mok_modular.testing import Workload
 
 
@@ -116,7 +116,7 @@ def test_schedules_for_different_numbers_of_experts(workload: Workload) -> None:
 
 def test_fingerprints_that_collide_are_told_apart(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     """16 bits travel; two different calls with the same ones must not run into each other's memory."""
-    monkeypatch.setattr(host.Call, "fingerprint", lambda self: 7)
+    monkeypatch.setattr(Call, "fingerprint", lambda self: 7)
     config = MoKConfig(**SMALL_RING)
     wider = make_workload([150, 140], E=600, K=3)
     errors = mismatch(

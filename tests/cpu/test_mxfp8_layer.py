@@ -31,8 +31,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mok_modular import LocalGroup, MoE, MoKConfig, MoKPeerError, functional, ops
-from mok_modular.plan import all_plans
-from mok_modular.precision import pack_backward
+from mok_modular.calls.precision import pack_backward
+from mok_modular.protocol.plan import all_plans
 from mok_modular.stages import dispatch, quantize, schedule
 from mok_modular.testing import Workload
 

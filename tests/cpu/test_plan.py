@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mok_modular.plan import STAGES, Launch, Plan, all_plans
+from mok_modular.protocol.plan import STAGES, Launch, Plan, all_plans
 
 MIXED = "dispatch|gate_up+swiglu|down+combine"
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import mok_modular as mok
-from mok_modular.targets.cuda_process import ProcessWorkspace
+from mok_modular.targets.cuda.process import ProcessWorkspace
 
 
 class Ranks:

@@ -14,8 +14,8 @@ from torch import distributed, multiprocessing
 
 import mok_modular as mok
 from mok_modular.config import MoKConfig
-from mok_modular.group import as_member
-from mok_modular.process_group import ProcessRanks, process_member
+from mok_modular.ranks.group import as_member
+from mok_modular.ranks.process_group import ProcessRanks, process_member
 
 NUM_RANKS = 3
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from mok_modular import _host, cli
-from mok_modular.plan import SHARED_STAGES, STAGES
-from mok_modular.swap import STAGES_OF
-from mok_modular.targets.host import TASK_ORDER, WRITERS
+from mok_modular import _host
+from mok_modular.cli.commands import _make_parser, main
+from mok_modular.protocol.diagnosis import TASK_ORDER, WRITERS
+from mok_modular.protocol.plan import SHARED_STAGES, STAGES
+from mok_modular.protocol.swap_rules import STAGES_OF
 from mok_modular.testing.contract import RULES
 
 ROOT = Path(__file__).parents[2]
@@ -81,9 +82,9 @@ def test_commands_of_readme_exist(capsys: pytest.CaptureFixture[str]) -> None:
         "doctor",
     }
     for command in commands:
-        arguments = cli._make_parser().parse_args(command.split())
+        arguments = _make_parser().parse_args(command.split())
         assert callable(arguments.command)
-    assert cli.main(["run", "--tokens", "256"]) == 0
+    assert main(["run", "--tokens", "256"]) == 0
     out = capsys.readouterr().out
 
     def shown(text: str) -> list[list[str]]:

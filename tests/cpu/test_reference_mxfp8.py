@@ -11,7 +11,8 @@ import torch
 from helpers import make_workload, same_bits
 from torch import Tensor
 
-from mok_modular import reference, reference_mxfp8
+from mok_modular import reference
+from mok_modular.reference import mxfp8 as reference_mxfp8
 from mok_modular.stages import quantize
 from mok_modular.testing import Workload
 

@@ -20,9 +20,9 @@ import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling for a GPU needs cuda-bindings and nvidia-cuda-nvrtc")
 
-from mok_modular import nvrtc
-from mok_modular.plan import STAGES, all_plans, group_mask
-from mok_modular.targets import cuda_device
+from mok_modular.protocol.plan import STAGES, all_plans, group_mask
+from mok_modular.targets.cuda import device as cuda_device
+from mok_modular.targets.cuda import nvrtc
 
 MAX_REGISTERS = {"copy": 80, "reduce": 128, "gemm": 168}  # reduce: two CTAs an SM
 MAX_SPILL_BYTES = 0
@@ -53,8 +53,8 @@ LARGE = [
 """Kernels that a second process compiles meanwhile, in a cache of its own: a cache has one lock."""
 COMPILE = """
 import sys
-from mok_modular import nvrtc
-from mok_modular.targets import cuda_device
+from mok_modular.targets.cuda import device as cuda_device
+from mok_modular.targets.cuda import nvrtc
 source, entries, defines = eval(sys.argv[1])
 nvrtc.compile_kernel(cuda_device.ARCH, nvrtc.Kernel(source, entries, defines), cuda_device.DEFINE)
 """

@@ -104,7 +104,7 @@ def test_nothing_else_is_written(direction: str) -> None:
     case = routing([61, 0, 300, 5], num_experts=8, topk=6, kind="missing", seed=2)
     tables = schedule.reference(case.ids, num_experts=8)
     by_rank, row_block = kernel_tables(tables)
-    run = host_stage.StageRun(
+    run = host_stage.HostStageRun(
         "combine",
         by_rank,
         row_block=row_block,

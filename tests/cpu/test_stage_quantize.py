@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mok_modular import LocalGroup
 from mok_modular.stages import quantize
-from mok_modular.targets import host_stage
+from mok_modular.targets import host_stage, stage_arguments
 
 WIDTHS = (128, 384, 768)
 KINDS = ("identified", "normal", "any bits", "tiny", "huge")
@@ -58,9 +58,9 @@ def test_like_the_definition(data: st.DataObject) -> None:
 @pytest.mark.parametrize("row_block", [128, 256])
 def test_padding_and_what_is_counted(row_block: int) -> None:
     starts, counts = torch.tensor([0, row_block, 3 * row_block]), torch.tensor([40, row_block + 1])
-    run = host_stage.StageRun(
+    run = host_stage.HostStageRun(
         "quantize",
-        [host_stage.segment_tables(starts, counts, row_block)],
+        [stage_arguments.segment_tables(starts, counts, row_block)],
         row_block=row_block,
         num_tokens=[0],
         hidden_size=128,

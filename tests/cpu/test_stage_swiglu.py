@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mok_modular import LocalGroup
 from mok_modular.stages import swiglu
-from mok_modular.targets import host_stage
+from mok_modular.targets import host_stage, stage_arguments
 
 LIMITS = (None, 0.0, 1e-3, 1.0, 7.0, 1e30, float("inf"))
 # exp(-gate) passes the largest float32 here: below, silu is -0, as with torch's sigmoid, and not -3e-37.
@@ -108,9 +108,9 @@ def test_every_element_meets_its_own_partner(
 def test_padding_rows_give_zeros(row_block: int) -> None:
     # Two experts; what gate_up leaves in padding rows is zero.
     starts, counts = torch.tensor([0, row_block, 3 * row_block]), torch.tensor([40, row_block + 1])
-    run = host_stage.StageRun(
+    run = host_stage.HostStageRun(
         "swiglu",
-        [host_stage.segment_tables(starts, counts, row_block)],
+        [stage_arguments.segment_tables(starts, counts, row_block)],
         row_block=row_block,
         num_tokens=[0],
         intermediate_size=64,

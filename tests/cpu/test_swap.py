@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from helpers import (
 from torch import Tensor
 
 from mok_modular import LocalGroup, MoKConfig, MoKPeerError, functional, stages
+from mok_modular.protocol.swap_rules import SIGNATURES, STAGES_OF
 from mok_modular.testing import Workload, check_stage
 
 NAMES = ("dispatch", "grouped_gemm", "swiglu", "combine", "reduce")
@@ -48,6 +50,14 @@ def counted(function: Callable[..., Any], calls: list[str], name: str) -> Callab
         return function(*args, **kwargs)
 
     return f
+
+
+def test_signatures_are_those_of_the_references() -> None:
+    assert list(SIGNATURES) == list(STAGES_OF)
+    for name, given in SIGNATURES.items():
+        parameters = inspect.signature(getattr(stages, name).reference).parameters.values()
+        own = [each for each in parameters if each.name != "direction"]
+        assert given == ", ".join(each.name + "=" * (each.kind is each.KEYWORD_ONLY) for each in own)
 
 
 @pytest.mark.parametrize("executor", ["fibers", "threads"])

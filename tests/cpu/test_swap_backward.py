@@ -27,7 +27,7 @@ from helpers import (
 from torch import Tensor
 
 from mok_modular import LocalGroup, MoKConfig, MoKPeerError, functional, stages
-from mok_modular.plan import all_plans
+from mok_modular.protocol.plan import all_plans
 from mok_modular.testing import Workload
 
 NAMES = ("reverse_combine", "grouped_dgrad", "swiglu_backward", "reverse_dispatch", "wgrad", "reduce")

@@ -14,9 +14,9 @@ import torch
 from helpers import SMALL_RING, make_workload, run, run_both
 
 from mok_modular import MoKConfig, cli
-from mok_modular.explain import Walk, converse, describe
-from mok_modular.swap import STAGES_OF
-from mok_modular.sweep import AXES, GPU_ONLY, skewed, sweep
+from mok_modular.cli.explain import Walk, converse, describe
+from mok_modular.cli.sweep_points import AXES, GPU_ONLY, skewed, sweep
+from mok_modular.protocol.swap_rules import STAGES_OF
 from mok_modular.testing import capture
 from mok_modular.testing.capture import replay
 

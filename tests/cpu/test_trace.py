@@ -22,8 +22,9 @@ from helpers import (
     workspace_for,
 )
 
-from mok_modular import LocalGroup, MoKConfig, cli, functional, trace
-from mok_modular.plan import all_plans
+from mok_modular import LocalGroup, MoKConfig, cli, functional
+from mok_modular.protocol import trace, trace_plot
+from mok_modular.protocol.plan import all_plans
 from mok_modular.testing import Workload
 
 PUSH_AND_PULL = {**FULL_RING, "dispatch": "push", "combine": "pull"}
@@ -178,16 +179,16 @@ def test_chrome_format(workload: Workload, tmp_path: Path) -> None:
 
 def test_picture(workload: Workload, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    trace.plot({mode: traced(workload, mode=mode) for mode in ("split", "fused")}, tmp_path / "both.png")
+    trace_plot.plot({mode: traced(workload, mode=mode) for mode in ("split", "fused")}, tmp_path / "both.png")
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="has no call 'backwards'"):
-        trace.plot({"split": traced(workload)}, tmp_path / "none.png", call="backwards")
+        trace_plot.plot({"split": traced(workload)}, tmp_path / "none.png", call="backwards")
 
 
 def test_picture_without_matplotlib(workload: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"mok-modular\[plot\]"):
-        trace.plot({"split": traced(workload)}, tmp_path / "both.png")
+        trace_plot.plot({"split": traced(workload)}, tmp_path / "both.png")
 
 
 def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

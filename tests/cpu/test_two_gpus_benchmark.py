@@ -273,7 +273,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, load: Callable[[str], Any]) -> Calla
     monkeypatch.setattr(copies, "NUM_TOKENS", 48)
     monkeypatch.setattr(copies, "_measure_plain", lambda *_: None)
     monkeypatch.setattr(copies, "_measure_rounds", lambda *_: None)
-    shared = load("mok_modular.targets.host").SharedWorkspace
+    shared = load("mok_modular.targets.host").HostWorkspace
     times = [("schedule", 1e-5), ("dispatch", 1e-3), ("gate_up", 1e-3), ("combine", 2e-3)]
     monkeypatch.setattr(shared, "kernel_times_s", lambda self: times, raising=False)
 

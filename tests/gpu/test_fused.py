@@ -13,7 +13,7 @@ from helpers import FULL_RING, SMALL_RING, make_workload, same_bits
 from torch import Tensor
 
 from mok_modular import LocalGroup, MoKConfig, MoKTimeoutError, functional
-from mok_modular.plan import all_plans
+from mok_modular.protocol.plan import all_plans
 from mok_modular.testing import Workload
 
 DEVICE = "cuda:0"
@@ -212,7 +212,7 @@ def test_capture_and_replay(save_context: bool) -> None:
 
 
 def test_no_host_synchronisation_and_three_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mok_modular.targets import cuda_launch
+    from mok_modular.targets.cuda import launch as cuda_launch
 
     single = Single(make_workload([300]))
     first = single.call()

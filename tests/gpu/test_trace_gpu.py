@@ -15,8 +15,9 @@ import torch
 from helpers import FULL_RING, SMALL_RING, make_workload, same_bits
 from torch import Tensor
 
-from mok_modular import LocalGroup, MoKConfig, cli, trace
-from mok_modular.targets import cuda_trace
+from mok_modular import LocalGroup, MoKConfig, cli
+from mok_modular.protocol import trace, trace_plot
+from mok_modular.targets.cuda import trace as cuda_trace
 from mok_modular.testing import Workload, faults
 
 DEVICE = "cuda:0"
@@ -288,7 +289,7 @@ def test_picture(tmp_path: Path) -> None:
     found = {
         mode: run(workload_of(1), MoKConfig(mode=mode, **SMALL_RING, trace=True))[1] for mode in ("split", "fused")
     }
-    trace.plot(found, tmp_path / "both.png")
+    trace_plot.plot(found, tmp_path / "both.png")
     assert (tmp_path / "both.png").stat().st_size > 10_000
     argv = ["ab", "--device", DEVICE, "--routing", "random", "--shape", "256,384,16,4,128", "--tokens", "300"]
     assert cli.main([*argv, "--ranks", "2", "--iters", "2", "--timeline", str(tmp_path / "ab.png")]) == 0

@@ -30,7 +30,7 @@ from held_sms import held_sms, is_over_within, num_sms
 
 import mok_modular as mok
 from mok_modular import functional
-from mok_modular.plan import all_plans
+from mok_modular.protocol.plan import all_plans
 
 E, K, H, I, S = 8, 3, 256, 384, 128  # noqa: E741
 PATIENCE_S = 8.0

@@ -21,7 +21,7 @@
 
 namespace mok::cuda {
 
-// mok_modular/targets/cuda_trace.py packs it.
+// mok_modular/targets/cuda/trace.py packs it.
 struct TraceSink {
   TraceRecord* records;
   Word* counts;        // records taken, and records for which there was no room

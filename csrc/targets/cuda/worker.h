@@ -25,7 +25,7 @@ struct alignas(128) CopyRing {
   uint64 full[kWarps][kChunks];
 };
 #if defined(MOK_COPY_RING_BYTES)
-static_assert(sizeof(CopyRing) <= MOK_COPY_RING_BYTES, "mok_modular/targets/cuda_device.py asks for this much");
+static_assert(sizeof(CopyRing) <= MOK_COPY_RING_BYTES, "mok_modular/targets/cuda/device.py asks for this much");
 #endif
 
 // Bounded waits: what a poll must know beyond the word. Used by every kind of worker.

@@ -67,7 +67,7 @@ struct alignas(1024) Shared {
 };
 static_assert(kCommWarps * sizeof(CommRing) <= sizeof(Shared::a) && sizeof(Help) <= sizeof(Shared::staging));
 
-static_assert(sizeof(Shared) <= MOK_GEMM_SMEM_BYTES, "mok_modular/targets/cuda_device.py asks for this much");
+static_assert(sizeof(Shared) <= MOK_GEMM_SMEM_BYTES, "mok_modular/targets/cuda/device.py asks for this much");
 
 // Tensor maps by Matrix (stages/grouped_gemm.h), one set a rank.
 constexpr int kNumMatrices = static_cast<int>(Matrix::w_shared_down) + 1;

@@ -1,0 +1,169 @@
+"""Commands that look inside: `explore`, `explain`, and `stages --only`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from mok_modular.protocol.errors import format_table
+from mok_modular.protocol.plan import Plan
+
+
+def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
+    """Adds the parsers of these commands and returns them."""
+    explore = commands.add_parser("explore", help="every interleaving of the protocol, and the faults it must find")
+    explore.add_argument(
+        "--sequence",
+        action="append",
+        metavar="CALLS",
+        help="calls in order, such as FFBB: S schedule, F forward, C recompute, B backward, R abort and reset "
+        "(default: seven sequences)",
+    )
+    explore.add_argument("--plan", metavar="PLAN", help="this plan alone (default: all 16)")
+    explore.add_argument("--fault", metavar="NAME", help="plant this fault and tell what happens (see --fault list)")
+    explore.add_argument("--threads", type=int, default=2, help="searches at a time (default: 2)")
+    explore.set_defaults(command=_explore)
+
+    explain = commands.add_parser("explain", help="walk through a small forward step by step (commands on stdin)")
+    explain.add_argument("--mode", default="split", help="fused, split or a plan string (default: split)")
+    explain.add_argument("--tokens", type=int, default=16, help="tokens of each rank (default: 16)")
+    explain.set_defaults(command=_explain)
+    return [explore, explain]
+
+
+def add_stage_options(stages: argparse.ArgumentParser) -> None:
+    """`stages --only NAME --input FILE`."""
+    stages.add_argument(
+        "--input",
+        type=Path,
+        metavar="FILE",
+        help="with --only: arguments of a stage that mok_modular.testing.capture wrote, instead of captured routing",
+    )
+
+
+def run_stage(args: argparse.Namespace) -> int:
+    """One captured stage alone: the compiled one against its reference."""
+    from mok_modular.protocol.swap_rules import STAGES_OF
+    from mok_modular.testing.capture import replay
+
+    if args.only not in STAGES_OF:
+        raise ValueError(f"with --input, --only must be one of {', '.join(STAGES_OF)}; got {args.only!r}")
+    found = replay(args.only, args.input, args.dump)
+    if args.json:
+        print(json.dumps({"ok": True, "stage": args.only, **found}))
+        return 0
+    rows = [("results", ", ".join(map(str, found["shapes"]))), ("same bits as the reference", found["is_same"])]
+    rows += [("largest difference", f"{found['max_error']:.3g}")]
+    print(format_table((args.only, "alone"), rows))
+    if args.dump is not None:
+        print(f"written to {args.dump}")
+    return 0
+
+
+def _workload(num_tokens: int, num_ranks: int) -> Any:
+    from mok_modular.protocol.shapes import MoEShape
+    from mok_modular.routing import load_routing
+    from mok_modular.testing import Workload
+
+    if num_tokens < 1:
+        raise ValueError(f"--tokens must be at least 1, got {num_tokens}")
+    routing = load_routing(None)
+    shape = MoEShape("small", 128, 192, routing.num_experts, routing.expert_ids.shape[3], 64)
+    return Workload.from_routing(routing, shape, num_ranks=num_ranks, num_tokens=num_tokens)
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from mok_modular.cli.explain import HELP, Walk, converse, describe
+    from mok_modular.protocol.config import MoKConfig
+    from mok_modular.ranks.group import LocalGroup
+    from mok_modular.testing import run_forward
+
+    config = MoKConfig(mode=args.mode, minibatch_size=128, macrobatch_size=256, trace=True)
+    group = LocalGroup(2, num_workers=2)
+    run_forward(group, _workload(args.tokens, 2), config)
+    walk = Walk(next(iter(group.workspaces.values())).trace())
+    if args.json:
+        print(json.dumps({"ok": True, "steps": [describe(step) for step in walk.steps]}))
+        return 0
+    print(f"{len(walk.steps)} steps of a forward of 2 ranks, mode {args.mode}; logical time in brackets\n{HELP}")
+    for line in converse(walk, sys.stdin):
+        print(line, flush=True)
+    return 0
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _explore(args: argparse.Namespace) -> int:
+    from mok_modular.cli import explore
+
+    if args.threads < 1:
+        raise ValueError(f"--threads must be at least 1, got {args.threads}")
+    if args.fault is not None:
+        return _explore_fault(args)
+    plans = [Plan.parse(args.plan)] if args.plan else None
+    start_s = time.perf_counter()
+    rows, violations = [], []
+    for sequence in args.sequence or explore.SEQUENCES:
+        sequence_start_s = time.perf_counter()
+        results = list(explore.explore(sequence, plans, num_threads=args.threads))
+        bad = [result for result in results if not (result.is_ok and result.is_complete)]
+        violations += bad
+        rows.append(
+            {
+                "sequence": sequence,
+                "num_setups": len(results),
+                "num_states": sum(result.num_states for result in results),
+                "num_steps": sum(result.num_steps for result in results),
+                "seconds": time.perf_counter() - sequence_start_s,
+                "verdict": bad[0].verdict if bad else "ok",
+            }
+        )
+        _tell(f"[{time.perf_counter() - start_s:6.2f} s] {sequence}: {rows[-1]['verdict']}")
+    planted = [] if args.sequence or args.plan else list(explore.run_all(explore.PLANTED.values()))
+    missed = [result.setup.fault for result in planted if result.is_ok]
+    is_ok = not violations and not missed
+    if args.json:
+        print(
+            json.dumps(
+                {
+                    "ok": is_ok,
+                    "sequences": rows,
+                    "planted": {result.setup.fault: result.verdict for result in planted},
+                    "seconds": time.perf_counter() - start_s,
+                    "violations": [result.tell() for result in violations[:3]],
+                }
+            )
+        )
+        return 0 if is_ok else 1
+    columns = ("sequence", "setups", "states", "steps", "seconds", "verdict")
+    print(format_table(columns, [[*list(row.values())[:4], f"{row['seconds']:.1f}", row["verdict"]] for row in rows]))
+    print(
+        "R = 2 with at most one expired wait, R = 3 without; states: where the search had to branch; ok: none is left"
+    )
+    if planted:
+        print()
+        found = [(result.setup.fault, result.verdict, result.violation.split(";")[0]) for result in planted]
+        print(format_table(("planted fault", "found", "as"), found))
+    for result in violations[:1]:
+        print(f"\n{result.tell()}")
+    return 0 if is_ok else 1
+
+
+def _explore_fault(args: argparse.Namespace) -> int:
+    from mok_modular.cli import explore
+
+    if args.fault not in explore.PLANTED:
+        raise ValueError(f"--fault must be one of {', '.join(explore.PLANTED)}; got {args.fault!r}")
+    result = explore.search(explore.PLANTED[args.fault])
+    if args.json:
+        report = {"ok": result.is_ok, "fault": args.fault, "verdict": result.verdict, "violation": result.violation}
+        print(json.dumps(report | {"num_states": result.num_states, "story": result.story}))
+    else:
+        print(result.tell() if not result.is_ok else f"{result.setup.name}: nothing found")
+    return 1 if not result.is_ok else 0

@@ -1,0 +1,1 @@
+"""The words and rules that everything else uses: plans, sizes, calls, errors, traces. Imports no other folder."""

@@ -1,0 +1,71 @@
+"""Which stages a function of the caller's can stand in for, how it is called, and the check of `MoKConfig.stages`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mok_modular.protocol.plan import STAGES, WINDOWED_STAGES, Plan
+
+STAGES_OF = {
+    "dispatch": ("dispatch",),
+    "grouped_gemm": ("gate_up", "down"),
+    "swiglu": ("swiglu",),
+    "combine": ("combine",),
+    "reduce": ("reduce",),
+    "reverse_combine": ("reverse_combine",),
+    "grouped_dgrad": ("down_dgrad", "gate_up_dgrad"),
+    "swiglu_backward": ("swiglu_backward",),
+    "reverse_dispatch": ("reverse_dispatch",),
+    "wgrad": ("wgrad",),
+}
+"""Which stages of a plan a swapped function stands in for; reduce always stands alone."""
+
+
+SIGNATURES = {
+    "dispatch": "xs, schedules, topk=",
+    "grouped_gemm": "rows, weight, segment_start, segment_num_rows",
+    "swiglu": "gate, up, limit, num_rows=",
+    "combine": "ys, schedules",
+    "reduce": "combined, router_weights, route_mask, shared",
+    "reverse_combine": "d_outputs, router_weights, schedules, topk=",
+    "grouped_dgrad": "rows, weight, segment_start, segment_num_rows",
+    "swiglu_backward": "d_hidden, gate, up, row_weights, limit, num_rows=",
+    "reverse_dispatch": "d_xs, router_partials, schedules",
+    "wgrad": "left, right, segment_start, segment_num_rows, carry",
+}
+"""The arguments of a swapped function: those of `mok_modular.stages.<name>.reference`, but for its `direction`."""
+
+NAME_OF = {stage: name for name, stages in STAGES_OF.items() for stage in stages}
+"""Which swapped function stands in for a stage of a plan."""
+
+
+def check_stages(stages: Any, plan: Plan, *, is_push_dispatch: bool, is_pull_combine: bool) -> None:
+    """Raises TypeError or ValueError unless every entry is a function for a stage that stands alone in its kernel."""
+    if not isinstance(stages, Mapping):
+        raise TypeError(f"stages must be a dict of functions by stage, got {type(stages).__name__}")
+    for name, function in stages.items():
+        if name not in STAGES_OF:
+            stands_for = NAME_OF.get(name)
+            hint = f" (swapped by {stands_for!r})" if stands_for else ""
+            raise ValueError(f"stages can be {', '.join(STAGES_OF)}; got {name!r}{hint}")
+        if not callable(function):
+            raise TypeError(f"stages[{name!r}] must be a function, got {type(function).__name__}")
+        for stage in STAGES_OF[name]:
+            group = _group_of(stage, plan)
+            if len(group) > 1:
+                raise ValueError(
+                    f"stages[{name!r}]: {stage} must stand alone in its kernel, in mode {str(plan)!r} it is in "
+                    f"{'+'.join(group)}; in mode 'split' every stage stands alone"
+                )
+    if "dispatch" in stages and is_push_dispatch:
+        raise ValueError("stages['dispatch'] stands in for a pull dispatch, got dispatch='push'")
+    if "combine" in stages and is_pull_combine:
+        raise ValueError("stages['combine'] stands in for a push combine, got combine='pull'")
+
+
+def _group_of(stage: str, plan: Plan) -> tuple[str, ...]:
+    """What shares a kernel with a stage in the pass that it belongs to."""
+    kernels = plan.launches(1, False) if stage in STAGES else plan.backward_launches(1, False)
+    group = next((launch.stages for launch in kernels if stage in launch.stages), (stage,))
+    return tuple(each for each in group if each == stage or each in WINDOWED_STAGES)

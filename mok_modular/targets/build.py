@@ -1,0 +1,130 @@
+"""Which targets this installation has, and how they were compiled.
+
+The host target is compiled when the package is installed, so there is nothing to do for it but to say whether the
+extension loads and what made it. GPU targets are compiled at run time; here they are compiled ahead, into the cache
+that a run reads, without a GPU and without a CUDA toolkit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mok_modular.protocol.config import MoKConfig
+from mok_modular.protocol.plan import WINDOWED_STAGES, Plan
+from mok_modular.targets.cuda import device as cuda_device
+from mok_modular.targets.cuda import nvrtc
+
+TARGETS = ("host", "sm_90a")
+"""The targets that this version has."""
+
+REINSTALL = "install the package again with a C++20 compiler on PATH: pip install --force-reinstall --no-deps ."
+
+
+@dataclass(frozen=True)
+class BuildInfo:
+    """How a target was compiled. `build_hash` stands for sources, flags and compiler together."""
+
+    target: str
+    compiler: str
+    flags: str
+    build_hash: str
+    path: str
+
+
+class BuildError(RuntimeError):
+    """A target cannot be used; the text says why and how to mend it."""
+
+
+def check_target(target: str) -> str:
+    """Returns `target`.
+
+    Raises ValueError if this version does not have it.
+    """
+    if target not in TARGETS:
+        raise ValueError(f"target {target!r} is not available in this version; available: {', '.join(TARGETS)}")
+    return target
+
+
+def host_build_info() -> BuildInfo:
+    """Loads the host extension.
+
+    Raises BuildError if it is missing or does not load.
+    """
+    try:
+        host = importlib.import_module("mok_modular._host")
+        info = host.build_info()
+    except (ImportError, AttributeError) as error:
+        raise BuildError(f"the host extension does not load ({error}); {REINSTALL}") from error
+    flags = info["flags"]
+    return BuildInfo(
+        target="host",
+        compiler=str(info["compiler"]),
+        flags=flags if isinstance(flags, str) else " ".join(map(str, flags)),
+        build_hash=str(info["hash"]),
+        path=str(host.__file__),
+    )
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """One kernel of a GPU target as ptxas left it; `path` is its file in the cache."""
+
+    kernel: str
+    source: str
+    num_registers: int
+    num_spill_bytes: int
+    is_from_cache: bool
+    path: str
+
+
+def compile_plans(target: str, plans: list[Plan], tell: Callable[[str], None]) -> list[CompiledKernel]:
+    """Compiles every kernel that the forward of `plans` launches on a GPU target; `tell` hears what is compiled.
+
+    Raises ValueError for another target or a plan without kernels there, ImportError where NVRTC is missing,
+    nvrtc.CompileError where it refuses a source.
+    """
+    if target != cuda_device.ARCH:
+        raise ValueError(f"target {target!r} is not compiled at run time; {cuda_device.ARCH} is")
+    wanted: set[str | int] = {"schedule"}
+    for plan in plans:
+        cuda_device.check_plan(MoKConfig(mode=str(plan)))
+        wanted |= {cuda_device.kernel_of(launch.stages) for launch in plan.launches(1, has_shared=True)}
+    kernels = [(kernel, "") for kernel in (*cuda_device.COPY_KERNELS.values(), cuda_device.GEMM_KERNEL)]
+    for mask in sorted(each for each in wanted if isinstance(each, int)):
+        stages = [stage for i, stage in enumerate(WINDOWED_STAGES) if mask >> i & 1]
+        kernels.append((cuda_device.persistent_kernel(mask), "+".join(stages)))
+    report = []
+    for kernel, stages_held in kernels:
+        names = [entry.removeprefix("mok_") for entry in kernel.entries]
+        if not stages_held and not wanted.intersection(names):
+            continue
+        tell(f"{target}: {kernel.source}" + (f" ({stages_held})" if stages_held else ""))
+        cubin = nvrtc.compile_kernel(cuda_device.ARCH, kernel, cuda_device.DEFINE)
+        remarks = _ptxas_remarks(cubin.log)
+        report += [
+            CompiledKernel(
+                f"persistent {stages_held}" if stages_held else name,
+                kernel.source,
+                *remarks[f"mok_{name}"],
+                cubin.is_from_cache,
+                str(cubin.path),
+            )
+            for name in names
+            if stages_held or name in wanted
+        ]
+    return report
+
+
+def _ptxas_remarks(log: str) -> dict[str, tuple[int, int]]:
+    """Registers and spilled bytes of every kernel in a log of ptxas -v."""
+    remarks = {}
+    for block in log.split("Compiling entry function ")[1:]:
+        name = re.match(r"'(\w+)'", block)
+        num_registers = re.search(r"Used (\d+) registers", block)
+        num_spill_bytes = re.search(r"(\d+) bytes spill stores", block)
+        if name and num_registers and num_spill_bytes:
+            remarks[name[1]] = (int(num_registers[1]), int(num_spill_bytes[1]))
+    return remarks

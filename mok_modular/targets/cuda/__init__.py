@@ -1,0 +1,1 @@
+"""The CUDA target: compiles, loads and launches the kernels of csrc/ on NVIDIA GPUs."""
