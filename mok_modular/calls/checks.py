@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mok_modular.calls.values import ROUTED_WEIGHTS, SHARED_WEIGHTS, MoKSchedule, schedule_sizes
 from mok_modular.calls.workspace import Workspace, layout_key
+from mok_modular.protocol.checks import check_device
 from mok_modular.protocol.config import MoKConfig
 
 
@@ -185,6 +186,19 @@ def check_layer(
     return num_local_experts, inter, shared_size
 
 
+def check_inputs(device: torch.device, inputs: Mapping[str, Any], weights: Mapping[str, Tensor | None]) -> None:
+    """What a layer checks before torch sees its operators: with one tensor on the meta device torch would run their
+    fake implementations, whose results nobody writes."""
+    for name, tensor in inputs.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor of two dimensions, got {type(tensor).__name__}")
+        if tensor.dim() != 2:
+            raise ValueError(f"{name} must be a tensor of two dimensions, got {list(tensor.shape)}")
+    for name, tensor in (*inputs.items(), *weights.items()):
+        if tensor is not None:
+            check_device(name, tensor, device, "group's")
+
+
 def check_tensor(name: str, tensor: Any, dtype: torch.dtype, workspace: Workspace) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
@@ -194,8 +208,7 @@ def check_tensor(name: str, tensor: Any, dtype: torch.dtype, workspace: Workspac
 
 
 def check_layout(name: str, tensor: Tensor, workspace: Workspace) -> None:
-    if tensor.device.type != workspace.device.type:
-        raise ValueError(f"{name} must be on the workspace's device, {workspace.device}, got {tensor.device}")
+    check_device(name, tensor, workspace.device, "workspace's")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()} for shape {list(tensor.shape)}")
 

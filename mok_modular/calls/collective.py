@@ -11,10 +11,11 @@ from torch import Tensor
 
 from mok_modular.calls.checks import config_agreement
 from mok_modular.calls.values import MoKForwardContext, MoKSchedule
-from mok_modular.calls.workspace import Workspace
+from mok_modular.calls.workspace import Workspace, find_workspace
 from mok_modular.protocol.call import Call
 from mok_modular.protocol.config import MoKConfig
 from mok_modular.protocol.errors import MoKPeerError
+from mok_modular.ranks.member import Member
 
 T = TypeVar("T")
 
@@ -143,6 +144,21 @@ def tell_peers(workspace: Workspace, name: str, error: Exception) -> None:
     """This rank's part of a call whose arguments were wrong: its peers raise a MoKPeerError, the next call works."""
     if isinstance(workspace, Workspace):
         workspace.meet(name, error, lambda payloads: payloads, is_checked_later=True)
+
+
+def tell_peers_of_layer(
+    config: MoKConfig, member: Member, num_local_tokens: int | None, hidden_size: int, topk: int, error: Exception
+) -> None:
+    """As tell_peers, for a layer, which may not have a workspace yet; num_local_tokens: None until it is agreed on."""
+    workspace = None
+    if num_local_tokens is not None:
+        workspace = find_workspace(
+            config, member, num_local_tokens=num_local_tokens, hidden_size=hidden_size, topk=topk
+        )
+    if workspace is not None:
+        tell_peers(workspace, "MoE.forward", error)
+    else:  # the peers meet to agree on it, or to create it
+        member.group.meet(member.rank(), "MoE.forward", error, lambda payloads: payloads, config.start_timeout_s)
 
 
 def current_stream(workspace: Workspace) -> torch.cuda.Stream | None:
