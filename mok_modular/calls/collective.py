@@ -27,15 +27,32 @@ def make_collective(workspace: Workspace, name: str, config: MoKConfig, prepare:
     """
     try:
         call, results = prepare()
-    except (TypeError, ValueError) as error:
-        tell_peers(workspace, name, error)
-        raise
+    except Exception as error:
+        told = explain_memory(workspace, name, error)
+        tell_peers(workspace, name, told)
+        if told is error:
+            raise
+        raise told from error
 
     def act(calls: list[Call | None]) -> Sequence[Any]:
         return run(workspace, calls, name)
 
     workspace.meet(name, call, act, config.start_timeout_s, is_checked_later=True)
     return results
+
+
+def explain_memory(workspace: Workspace, name: str, error: Exception) -> Exception:
+    """The error itself; where a tensor of a call could not be allocated, one that says what asks for it."""
+    is_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    if not (is_cpu or isinstance(error, MemoryError | torch.OutOfMemoryError)):
+        return error
+    kind = MemoryError if is_cpu else type(error)
+    reason = str(error).partition("\n")[0].rpartition("Allocator: ")[2]
+    return kind(
+        f"{name}: out of memory for the tensors of a call ({reason}); they grow with num_local_tokens="
+        f"{workspace.num_local_tokens} and macrobatch_size={workspace.config.macrobatch_size}: mok-modular doctor "
+        "--shape H,I,E,K,S --ranks R --tokens T prints what a layer needs"
+    )
 
 
 MAX_REMEMBERED = 256
@@ -53,7 +70,7 @@ def call_key(kind: str, workspace: Workspace, config: MoKConfig, tensors: Sequen
         return None
     try:
         places = tuple(
-            None if t is None else (t.data_ptr(), t.shape, t.dtype, t.is_cuda, t.is_contiguous()) for t in tensors
+            None if t is None else (t.data_ptr(), t.shape, t.dtype, t.get_device(), t.is_contiguous()) for t in tensors
         )
         key = (kind, id(config), layout, workspace.num_local_tokens, tuple((type(v), v) for v in values), places)
         hash(key)

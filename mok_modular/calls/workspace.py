@@ -107,7 +107,9 @@ class Workspace:
     def grow(self, num_tokens: int) -> None:
         """Makes room for `num_tokens` tokens a rank; smaller numbers change nothing. Collective.
 
-        Schedules built before stay valid. Raises ValueError on every rank if the numbers differ.
+        Schedules, contexts and what backward_dgrad left stay valid; CUDA graphs must be captured again, and a tensor
+        taken from `x` is no longer the input buffer. Raises ValueError on every rank if the numbers differ, MemoryError
+        (torch.OutOfMemoryError on a GPU) where there is no room: then nothing has changed.
         """
         _check_size("num_tokens", num_tokens, 0)
         _check_num_routes("num_tokens", num_tokens, self.topk, self.member.size())
@@ -263,8 +265,8 @@ def _check_arguments(
     _check_size("num_local_tokens", num_local_tokens, 0)
     _check_size("hidden_size", hidden_size, 64)
     _check_size("topk", topk, 1)
-    if hidden_size % 64:
-        raise ValueError(f"hidden_size must be a multiple of 64, got {hidden_size}")
+    if hidden_size % 64 or hidden_size >= 2**31:
+        raise ValueError(f"hidden_size must be a multiple of 64 below 2147483648, got {hidden_size}")
     if topk > MAX_TOPK:
         raise ValueError(f"topk must be at most {MAX_TOPK}, got {topk}")
     _check_num_routes("num_local_tokens", num_local_tokens, topk, member.size())

@@ -65,6 +65,7 @@ class HostWorkspace(SharedWorkspace):
             if (rank := max(fault["rank"], fault.get("dst_rank", -1))) >= self.num_ranks:
                 text = f"a planted fault ({fault['kind']}) is of rank {rank}, the group has {self.num_ranks} ranks"
                 return [ValueError(text) for _ in calls]
+        had_backward = self.has_backward
         self.has_backward |= any(call.is_backward for call in calls)
         shapes = [
             self.shape(call.num_local_experts, call.capacity_rows, call.intermediate_size, call.shared_size)
@@ -75,8 +76,12 @@ class HostWorkspace(SharedWorkspace):
         if is_mismatch_hidden(calls):
             return [MoKPeerError(describe_mismatch(calls)) for _ in calls]
         # Ranks whose calls differ run until they see it: each one's memory must hold what it works on until then.
-        for shape in shapes if any(call.agree != calls[0].agree for call in calls) else shapes[:1]:
-            self.native.reserve(shape)
+        try:
+            for shape in shapes if any(call.agree != calls[0].agree for call in calls) else shapes[:1]:
+                self._reserve(shape, calls[0])
+        except MemoryError:
+            self.has_backward = had_backward  # else a forward would ask for it
+            raise
         swap = Swap(self, calls, shapes[0].ring_rows)
         programs = [
             self._program(rank, call, shape, swap) for rank, (call, shape) in enumerate(zip(calls, shapes, strict=True))
@@ -97,8 +102,11 @@ class HostWorkspace(SharedWorkspace):
                 self.trace.end,
             )
         except Exception as error:  # out of memory or threads: some ranks may be ahead of others
+            if isinstance(error, MemoryError):
+                text = f"out of memory in the workers of a call, LocalGroup(num_workers={self.group.num_workers}) on "
+                error = MemoryError(f"{text}{self.num_ranks} ranks")
             self.failure = RuntimeError(f"{calls[0].kind}: {type(error).__name__}: {error}")
-            raise
+            raise error
         self.num_switches += result["num_switches"]
         for rank, rows in enumerate(result["stats"]):
             self._add_stats(rank, rows, "backward" if calls[rank].is_backward else "forward")

@@ -267,6 +267,7 @@ void bind_shape(nb::module_& m) {
       .def_rw("has_backward", &Shape::has_backward)
       .def_rw("is_mxfp8", &Shape::has_mxfp8_operands)
       .def_rw("is_mxfp8_wire", &Shape::has_mxfp8_wire)
+      .def_prop_ro("num_experts", &Shape::num_experts)
       .def_prop_ro("max_generations", &Shape::max_generations)
       .def_prop_ro("max_windows", &Shape::max_windows)
       .def("region_bytes", [](const Shape& s) {
