@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mok_modular import functional
+from mok_modular.calls.checks import LAYER_NAMES
 from mok_modular.calls.precision import pack_backward, pack_forward
 from mok_modular.calls.workspace import Workspace, agree_on_num_tokens, get_workspace
 from mok_modular.functional import MoKForwardContext, MoKSchedule
@@ -115,8 +116,8 @@ def build_schedule(expert_ids: Tensor, handle: Tensor) -> Schedule:
     state = state_of(handle)
     if state.num_local_tokens is None:
         state.num_local_tokens = agree_on_num_tokens(state.config, state.member, expert_ids.shape[0])
-    schedule = functional.build_schedule(
-        state.workspace(), state.config, expert_ids, num_local_experts=state.num_local_experts
+    schedule = functional.build_named_schedule(
+        state.workspace(), state.config, expert_ids, state.num_local_experts, LAYER_NAMES
     )
     return tuple(schedule.tensors().values())  # type: ignore[return-value]
 

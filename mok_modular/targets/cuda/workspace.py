@@ -126,8 +126,8 @@ class CudaWorkspace(Launcher, SharedWorkspace):
         for rank, failure in zip(self.ranks, failures, strict=True):
             if failure["num_invalid_ids"]:
                 error = ValueError(
-                    f"top_experts of rank {rank} held {failure['num_invalid_ids']} ids out of range in an earlier "
-                    "call; they were taken as -1 (no route)"
+                    f"top_experts (expert_ids of a layer) of rank {rank} held {failure['num_invalid_ids']} ids out of "
+                    "range in an earlier call; they were taken as -1 (no route)"
                 )
         waits = open_waits(failures)
         for failure in failures:
