@@ -13,6 +13,7 @@ from mok_modular.protocol.config import MoKConfig
 from mok_modular.protocol.diagnosis import culprit, describe_mismatch, find_culprit, is_mismatch_hidden
 from mok_modular.protocol.errors import MoKDeadlockError, MoKPeerError, MoKSignalError, MoKTimeoutError
 from mok_modular.protocol.sizes import extension
+from mok_modular.protocol.swap_rules import warn_of_half_swapped
 from mok_modular.protocol.trace import Trace
 from mok_modular.ranks.group import LocalGroup
 from mok_modular.swap import Swap
@@ -29,6 +30,7 @@ class HostWorkspace(SharedWorkspace):
     ) -> None:
         self.lost_signals: list[tuple[str, int, int, int]] = []  # edge, rank, destination rank or -1, index or -1
         self.num_switches = 0
+        self._told_of: set[frozenset[str]] = set()  # the swapped stages of a backward that was warned of
         self.signal_uses: set[tuple[str, str, str]] = set()  # stage, edge, wait or publish; of traced calls
         super().__init__(group, config, num_local_tokens, hidden_size, topk)
 
@@ -65,6 +67,9 @@ class HostWorkspace(SharedWorkspace):
             if (rank := max(fault["rank"], fault.get("dst_rank", -1))) >= self.num_ranks:
                 text = f"a planted fault ({fault['kind']}) is of rank {rank}, the group has {self.num_ranks} ranks"
                 return [ValueError(text) for _ in calls]
+        if calls[0].is_backward and (swapped := frozenset(calls[0].config.stages)) not in self._told_of:
+            warn_of_half_swapped(calls[0].config.stages)
+            self._told_of.add(swapped)
         had_backward = self.has_backward
         self.has_backward |= any(call.is_backward for call in calls)
         shapes = [
