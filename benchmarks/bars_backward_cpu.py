@@ -27,64 +27,74 @@ ROOT = Path(__file__).resolve().parents[1]
 PLANS = [str(plan) for plan in all_plans()]
 NUM_MXFP8_ORDERS = 40
 NUM_STEPS = 200
+COVERS = ("examples/train_tiny_moe.py", "tests/mxfp8_model.py")
 
 
-def bars() -> Iterator[Bar]:
+def bars(quick: bool) -> Iterator[Bar]:
     torch.set_num_threads(1)
-    yield from bits_of("BF16", captured_workload(), NUM_ORDERS)
-    yield from right()
     workload = captured_workload()
     mxfp8 = dataclasses.replace(workload, precision="mxfp8")
-    yield from bits_of("MXFP8", mxfp8, NUM_MXFP8_ORDERS)
+    yield from bits_of("BF16", workload, NUM_ORDERS, quick)
+    yield from right()
+    yield from bits_of("MXFP8", mxfp8, NUM_MXFP8_ORDERS, quick)
     yield from quantization()
     yield from near_bf16(workload, mxfp8)
-    yield from training()
+    if not quick:
+        yield from training()
 
 
 # ---- bits ----
 
 
-def bits_of(precision: str, workload: Workload, num_orders: int) -> Iterator[Bar]:
+def bits_of(precision: str, workload: Workload, num_orders: int, quick: bool) -> Iterator[Bar]:
     base = run(workload, BASE)
+    every = 5 if quick else 1  # of 16 plans: 4
+    plans = PLANS[::every]
+    num_orders = len(plans) if quick else num_orders
 
     def bits(name: str, results: Iterable[PassesResult]) -> Bar:
         num_differing = sum(not is_same(base, result) for result in results)
         return Bar(f"{precision}, same bits: {name}", num_differing, "at most", 0, "differing runs")
 
-    yield bits("16 plans", (run(workload, config(mode=mode)) for mode in PLANS))
+    yield bits(f"{len(plans)} plans", (run(workload, config(mode=mode)) for mode in plans))
     yield bits(
-        f"{num_orders} random orders, over all plans",
-        (run(workload, config(mode=PLANS[i % 16]), order="random", seed=i) for i in range(num_orders)),
+        f"{num_orders} random orders, over {len(plans)} plans",
+        (run(workload, config(mode=plans[i % len(plans)]), order="random", seed=i) for i in range(num_orders)),
     )
     yield bits(
         "minibatch sizes",
-        (run(workload, config(minibatch_size=rows, macrobatch_size=1024)) for rows in (128, 256, 512, 1024)),
+        (run(workload, config(minibatch_size=rows, macrobatch_size=1024)) for rows in (128, 256, 512, 1024)[::every]),
     )
     yield bits(
         "macrobatch sizes",
-        (run(workload, config(macrobatch_size=rows)) for rows in (256, 512, 768, 1024, 2048, 131072)),
+        (run(workload, config(macrobatch_size=rows)) for rows in (256, 512, 768, 1024, 2048, 131072)[::every]),
     )
     yield bits(
         "worker counts, on fibers and threads",
         (
             run(workload, config(bwd_num_comm_sms=num_comm), executor=executor, num_workers=num_workers)
             for executor in ("fibers", "threads")
-            for num_workers, num_comm in ((1, None), (2, 1), (3, None), (5, 3), (8, None))
+            for num_workers, num_comm in ((2, 1), (1, None), (3, None), (5, 3), (8, None))[::every]
         ),
     )
     yield bits(
-        "row blocks 128 and 256",
-        (run(workload, config(row_block=rows, mode=mode)) for rows in (128, 256) for mode in ("fused", "split")),
+        "row blocks",
+        (
+            run(workload, config(row_block=rows, mode=mode))
+            for rows in (256, 128)[::every]
+            for mode in ("fused", "split")
+        ),
     )
     if workload.precision == "mxfp8":  # BF16 operands have no other wire
         yield bits(
-            "wires bf16 and mxfp8, 16 plans",
-            (run(workload, config(wire=wire, mode=mode)) for wire in ("bf16", "mxfp8") for mode in PLANS),
+            f"wires bf16 and mxfp8, {len(plans)} plans",
+            (run(workload, config(wire=wire, mode=mode)) for wire in ("bf16", "mxfp8") for mode in plans),
         )
-    yield bits("recomputed context", (run(workload, config(mode=mode), is_recomputed=True) for mode in PLANS))
+    yield bits("recomputed context", (run(workload, config(mode=mode), is_recomputed=True) for mode in plans))
+    num_ranks = (1, 2, 4)[::every]
     yield Bar(
-        f"{precision}, same bits of output, d_x and d_router_weights: R = 1, 2, 4",
-        sum(not is_same(base, run(on_ranks(workload, r), BASE), *TOKEN_TENSORS) for r in (1, 2, 4)),
+        f"{precision}, same bits of output, d_x and d_router_weights: R = {', '.join(map(str, num_ranks))}",
+        sum(not is_same(base, run(on_ranks(workload, r), BASE), *TOKEN_TENSORS) for r in num_ranks),
         "at most",
         0,
         "differing runs",

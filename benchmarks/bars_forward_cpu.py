@@ -7,7 +7,6 @@ two slots, so that every rank goes through several generations.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,12 +18,13 @@ from torch import Tensor
 
 from mok_modular import LocalGroup, MoEShape, MoKConfig
 from mok_modular.cli.common import parse_shape
+from mok_modular.protocol.extension import extension
 from mok_modular.protocol.plan import all_plans
 from mok_modular.routing import load_routing
 from mok_modular.testing import MAX_RATIO, ForwardResult, Workload, check_forward, run_forward, run_forward_plans
 
 BASE = MoKConfig(minibatch_size=256, macrobatch_size=512)
-NUM_ORDERS = 200
+NUM_ORDERS, NUM_QUICK_ORDERS = 200, 32
 
 # H, I, E, K, S, ranks, largest T: sizes that are not powers of two, one and many experts a rank, K = 1.
 ERROR_SHAPES = (
@@ -36,7 +36,7 @@ ERROR_SHAPES = (
 )
 
 
-def bars() -> Iterator[Bar]:
+def bars(quick: bool) -> Iterator[Bar]:
     torch.set_num_threads(1)
     workload = captured_workload()
     base = torch.cat(run(workload, BASE).outputs)
@@ -48,10 +48,11 @@ def bars() -> Iterator[Bar]:
         return Bar(f"same bits: {name}", num_differing(results), "at most", 0, "differing runs")
 
     plans = [str(plan) for plan in all_plans()]
+    num_orders = NUM_QUICK_ORDERS if quick else NUM_ORDERS
     yield bits("16 plans", (run(workload, config(mode=mode)) for mode in plans))
     yield bits(
-        f"{NUM_ORDERS} random orders, over all plans",
-        (run(workload, config(mode=plans[seed % len(plans)]), order="random", seed=seed) for seed in range(NUM_ORDERS)),
+        f"{num_orders} random orders, over all plans",
+        (run(workload, config(mode=plans[seed % len(plans)]), order="random", seed=seed) for seed in range(num_orders)),
     )
     yield bits(
         "minibatch sizes",
@@ -76,6 +77,8 @@ def bars() -> Iterator[Bar]:
     yield bits("R = 1, 2, 4", (run(on_ranks(workload, num_ranks), BASE) for num_ranks in (1, 2, 4)))
     worst = float(torch.tensor([error_ratio(*sizes) for sizes in ERROR_SHAPES]).max())  # of NaN and others: NaN
     yield Bar(f"error against float64 over torch's, worst of {len(ERROR_SHAPES)} shapes", worst, "at most", MAX_RATIO)
+    if quick:
+        return
     yield Bar("grouped GEMM on one core, 128 x 1024 x 1024", gemm_gflops(128, 1024, 1024), "at least", 10, "GFLOP/s")
     seconds, gflops = forward_speed(MoEShape("speed", 1024, 512, num_experts=16, topk=4), num_ranks=4, num_tokens=512)
     yield Bar("gate_up and down inside the layer, one core", gflops, "at least", 10, "GFLOP/s")
@@ -139,13 +142,12 @@ def error_ratio(
 
 def gemm_gflops(num_rows: int, num_cols: int, k: int, num_rounds: int = 40) -> float:
     """The host target's multiply of one row block: median over rounds after a warm-up."""
-    host = importlib.import_module("mok_modular._host")
     a, b = torch.randn(num_rows, k).bfloat16(), torch.randn(num_cols, k).bfloat16()
     out = torch.empty(num_rows, num_cols, dtype=torch.bfloat16)
     seconds = []
     for _ in range(num_rounds + 1):
         start_s = time.perf_counter()
-        host.gemm(a.data_ptr(), b.data_ptr(), out.data_ptr(), num_rows, num_cols, k)
+        extension().gemm(a.data_ptr(), b.data_ptr(), out.data_ptr(), num_rows, num_cols, k)
         seconds.append(time.perf_counter() - start_s)
     truth = a.double() @ b.double().T
     if not float((out.double() - truth).norm() / truth.norm()) < 0.01:  # a fast wrong answer is no answer

@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,26 +33,31 @@ TORCH_BARS = {"kimi-k2.7": 1.4, "glm-5.2": 1.7, "qwen3.5-397b": 2.2, "deepseek-v
 CROSSOVER_TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SMALL_RING = {"minibatch_size": 256, "macrobatch_size": 512}
 FULL_RING = {"minibatch_size": 256, "macrobatch_size": 131072}
+COVERS = ("tests/multi/run.py",)
 figures: dict[str, Any] = {}
 """Everything measured that is not a bar: milliseconds, rates, clocks."""
 
 
-def bars() -> Iterator[Bar]:
+def bars(quick: bool) -> Iterator[Bar]:
     if not torch.cuda.is_available():
         raise SystemExit("hopper_fused needs a GPU of compute capability 9.0")
     figures["matmul_flops_alone"] = gpu_timing.matmul_rate_flops()
-    yield from speed_bars()
+    if quick:
+        yield from speed_bars(("kimi-k2.7",), (2048,))
+        yield from bits_bars(50, 2)
+        return
+    yield from speed_bars(tuple(SHAPES), (2048, 8192))
     yield from host_bars()
     yield from trace_bars()
     yield from crossover_bars()
-    yield from bits_bars()
+    yield from bits_bars(1000, 20)
     yield from process_bars()
 
 
 # ---- bits ----
 
 
-def bits_bars(num_runs: int = 1000, num_other_runs: int = 20) -> Iterator[Bar]:
+def bits_bars(num_runs: int, num_other_runs: int) -> Iterator[Bar]:
     small = Small(16, 4, 256, 384, 128, 1001)
     base = small.run(1, MoKConfig(mode="split", **SMALL_RING))[0].view(torch.int16)
 
@@ -136,12 +141,13 @@ def torch_graph(arguments: tuple[Tensor, ...]) -> dict[str, Callable[[], object]
         return {}
 
 
-def speed_bars() -> Iterator[Bar]:
+def speed_bars(names: Sequence[str], all_num_tokens: Sequence[int]) -> Iterator[Bar]:
     compiled = torch.compile(torch_baseline.forward, dynamic=False)
     dense = dense_product()
-    for name, shape in SHAPES.items():
+    for name in names:
+        shape = SHAPES[name]
         weights: Layer | None = None
-        for num_tokens in (2048, 8192):
+        for num_tokens in all_num_tokens:
             case = Contenders(shape, weights, num_tokens)
             weights = case.split
             fused, arguments = case.with_config(), case.torch_arguments()

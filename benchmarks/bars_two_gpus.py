@@ -1,6 +1,7 @@
 """Bars of two GPUs over NVLink: the layer against its floors, NCCL and DeepEP; dispatch and combine against copies.
 
-    MOK_TWO_GPUS_PARTS=copies,layer,minibatch,signals   parts, or the beginnings of their names; all without it
+    MOK_TWO_GPUS_PARTS=copies,layer,minibatch,signals   parts, or the beginnings of their names; all without it, with
+                                                        --quick the copies and one layer
     MOK_TWO_GPUS_SECONDS=420                            when to stop; what is there then is reported
 
 The parts run in processes of their own (two_gpus.py), which are started again behind a part that failed. Every figure
@@ -28,6 +29,8 @@ from two_gpus_cases import LAYERS, NUM_RANKS
 from two_gpus_contenders import DEEP_EP, NCCL
 
 PARTS = ("copies", *(f"layer {name}" for name in LAYERS), "minibatch", "copies hot", "signals")
+QUICK_PARTS = "copies,layer kimi"
+COVERS = ("benchmarks/two_gpus.py", "benchmarks/peer_copy.cu", "benchmarks/signal_rounds.cu")
 STALL_S = 120.0
 """A part that has nothing new to say for so long is given up."""
 FLOOR_BARS = {"uniform": {"qwen3.5-397b": 0.70, "": 0.75}, "remote": {"": 0.70}}
@@ -37,10 +40,10 @@ figures: dict[str, Any] = {}
 """Everything measured, by part (two_gpus.py)."""
 
 
-def bars() -> Iterator[Bar]:
+def bars(quick: bool) -> Iterator[Bar]:
     if torch.cuda.device_count() < 2:
         raise SystemExit("two_gpus needs two GPUs of compute capability 9.0")
-    parts = chosen_parts(os.environ.get("MOK_TWO_GPUS_PARTS", ""))
+    parts = chosen_parts(os.environ.get("MOK_TWO_GPUS_PARTS", QUICK_PARTS if quick else ""))
     folder = Path(os.environ.get("MOK_RESULTS", machine.RESULTS))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "two_gpus.partial.json"

@@ -56,8 +56,8 @@ def estimate(
     """The memory of a layer on `num_ranks` ranks with up to `num_tokens` tokens each.
 
     has_backward: a workspace has room for a backward from the first one on; without gradients there is neither that
-    nor a context. Raises ValueError for E not divisible by the number of ranks; ImportError where the extension does
-    not load.
+    nor a context. Raises ValueError for E not divisible by the number of ranks and for 2^31 rows or more; ImportError
+    where the extension does not load.
     """
     if num_ranks < 1 or shape.num_experts % num_ranks:
         raise ValueError(
@@ -66,9 +66,15 @@ def estimate(
         )
     num_local_experts = shape.num_experts // num_ranks
     sizes = Sizes(config, num_ranks, num_tokens, shape.hidden_size, shape.topk)
+    capacity_rows = sizes.capacity_rows(num_local_experts)
+    if capacity_rows >= 2**31:
+        raise ValueError(
+            f"num_tokens must leave room for fewer than 2147483648 rows, got {num_tokens}: {capacity_rows} rows with "
+            f"top-{shape.topk} on {num_ranks} ranks"
+        )
     layout = sizes.shape(
         num_local_experts,
-        sizes.capacity_rows(num_local_experts),
+        capacity_rows,
         shape.intermediate_size,
         shape.shared_intermediate_size,
         has_backward,

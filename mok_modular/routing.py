@@ -135,7 +135,9 @@ def load_routing(path: str | os.PathLike[str] | None = None) -> Routing:
         shipped = importlib.resources.files("mok_modular") / "data" / "routing_tiny.pt"
         with importlib.resources.as_file(shipped) as shipped_path:
             return load_routing(shipped_path)
-    data = _read(path)
+    data = read_dict(path, "routing file", "cpu")
+    if data.get("format") != _FORMAT:
+        raise ValueError(f"{path} is not a routing file; it has no format entry {_FORMAT!r}")
     if data.get("version") not in _VERSIONS:
         readable = " and ".join(map(str, _VERSIONS))
         raise ValueError(f"{path} has routing version {data.get('version')}; this library reads versions {readable}")
@@ -153,13 +155,17 @@ def load_routing(path: str | os.PathLike[str] | None = None) -> Routing:
         raise ValueError(f"{path} is a damaged routing file: {error}") from error
 
 
-def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_dict(path: str | os.PathLike[str], what: str, device: str | None = None) -> dict[str, Any]:
+    """The dict that torch.save wrote to `path`, its tensors on `device` (None: where they were).
+
+    Raises OSError when the file cannot be read, ValueError when it is no `what`.
+    """
     try:
-        data = torch.load(path, map_location="cpu", weights_only=True)
+        data = torch.load(path, map_location=device, weights_only=True)
     except OSError:
         raise
     except Exception as error:  # on foreign bytes the unpickler raises almost anything
-        raise ValueError(f"{path} is not a routing file: torch.load cannot read it") from error
-    if not isinstance(data, dict) or data.get("format") != _FORMAT:
-        raise ValueError(f"{path} is not a routing file; it has no format entry {_FORMAT!r}")
+        raise ValueError(f"{path} is not a {what}: torch.load cannot read it") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} is not a {what}: it holds a {type(data).__name__}")
     return data

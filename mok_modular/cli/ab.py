@@ -13,7 +13,9 @@ from mok_modular.cli.common import (
     GPU_ITERS,
     HOST_NOTE,
     Progress,
+    add_parser,
     add_workload_options,
+    check_picture,
     describe,
     describe_gpu_in_words,
     is_gpu,
@@ -36,20 +38,29 @@ CPU_ITERS = 5
 
 def add_command(commands: Any) -> argparse.ArgumentParser:
     """Adds the parser of this command and returns it."""
-    ab = commands.add_parser("ab", help="fused against split in one run: times, and whether the bits agree")
+    ab = add_parser(
+        commands,
+        "ab",
+        "Times plans against each other in one interleaved run, and tells whether their bits agree.",
+        "mok-modular ab",
+        "mok-modular ab --plans all --tokens 48 --iters 1 --json",
+        "mok-modular ab --plans 'split;dispatch|gate_up+swiglu|down|combine' --timeline both.png",
+    )
     add_workload_options(ab)
     ab.add_argument(
-        "--iters", type=int, help=f"timed rounds (default: {CPU_ITERS} after one warm-up round; on a GPU {GPU_ITERS})"
+        "--iters",
+        type=int,
+        help=f"The number of timed rounds (default: {CPU_ITERS}, after one round of warm-up; on a GPU {GPU_ITERS}).",
     )
     ab.add_argument(
         "--plans",
         default="two",
         metavar="PLANS",
-        help="two: fused and split; all: all 16; or plans joined by ';', such as "
-        "'fused;dispatch|gate_up+swiglu|down|combine', compared with the first (default: two)",
+        help="The plans to compare with the first of them: two (fused and split), all (all 16), or several joined by "
+        "';', such as 'fused;dispatch|gate_up+swiglu|down|combine' (default: two).",
     )
     ab.add_argument(
-        "--timeline", type=Path, metavar="FILE", help="draw the last plan beside the first (needs matplotlib)"
+        "--timeline", type=Path, metavar="FILE", help="Draws the last plan beside the first (needs matplotlib)."
     )
     ab.set_defaults(command=_ab)
     return ab
@@ -75,8 +86,6 @@ class _Comparison:
 
 
 def _ab(args: argparse.Namespace) -> int:
-    from mok_modular.cli.sweep_plot import check_picture
-
     if args.iters is not None and args.iters < 1:
         raise ValueError(f"--iters must be at least 1, got {args.iters}")
     if is_gpu(args) and args.precision == "mxfp8":

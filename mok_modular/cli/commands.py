@@ -1,7 +1,8 @@
 """The command `mok-modular`.
 
 Results go to stdout, progress to stderr. `--json` prints exactly one JSON object on stdout. Exit codes: 0
-fine, 1 a check failed or the run broke, 2 wrong arguments (one line on stderr).
+fine, 1 a check failed or the run broke, 2 wrong arguments (one line on stderr), 130 after Ctrl-C, 141 where the reader
+of a pipe has gone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import mok_modular
 from mok_modular.cli import ab as cli_ab
 from mok_modular.cli import look as cli_look
 from mok_modular.cli import sweep as cli_sweep
@@ -22,19 +24,23 @@ from mok_modular.cli.common import (
     Parser,
     Progress,
     add_capture_options,
+    add_parser,
     add_workload_options,
+    check_output,
     describe,
+    examples,
     load_workload,
     parse_shape,
     passes,
     print_json,
     set_up,
 )
+from mok_modular.cli.exit import run_command
 from mok_modular.protocol.config import MoKConfig
-from mok_modular.protocol.errors import MoKPeerError, MoKTimeoutError, format_table
+from mok_modular.protocol.errors import format_table
+from mok_modular.protocol.extension import source_dir
 from mok_modular.protocol.plan import Plan
 from mok_modular.targets.build import TARGETS, BuildError, check_target, compile_plans, host_build_info
-from mok_modular.targets.cuda.nvrtc import CompileError
 from mok_modular.testing import MAX_RATIO, REPLAYED
 
 if TYPE_CHECKING:
@@ -52,71 +58,111 @@ _CHECK_NOTE = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; raises SystemExit(2) for wrong arguments."""
-    parser = _make_parser()
-    args = parser.parse_args(argv)
-    try:
-        return int(args.command(args))
-    except (ValueError, FileNotFoundError, IsADirectoryError, PermissionError) as error:
-        parser.exit(2, f"mok-modular {args.name}: error: {_one_line(error)}\n")
-    except (MoKTimeoutError, MoKPeerError, BuildError, ImportError, CompileError) as error:
-        print(f"mok-modular {args.name}: {type(error).__name__}: {error}", file=sys.stderr)
-        if args.json:
-            print_json({"ok": False, "error": str(error)})
-        return 1
+    return run_command(_make_parser(), argv)
 
 
 def _make_parser() -> Parser:
-    parser = Parser(prog="mok-modular", description="Expert-parallel mixture-of-experts layers, stage by stage.")
+    parser = Parser(
+        prog="mok-modular",
+        description="Expert-parallel mixture-of-experts layers, stage by stage.",
+        epilog=examples("mok-modular run", "mok-modular run --help", "mok-modular doctor"),
+    )
+    parser.add_argument("--version", action="version", version=f"mok-modular {mok_modular.__version__}")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
 
-    run = commands.add_parser(
-        "run", help="forward and backward on captured routing: stages, the check of output and gradients"
+    run = add_parser(
+        commands,
+        "run",
+        "Runs forward and backward on captured routing; shows the stages and checks output and gradients.",
+        "mok-modular run --mode split --ranks 2 --tokens 64",
+        "mok-modular run --precision mxfp8 --json",
+        "mok-modular run --order random --seed 3 --executor threads --ranks 8",
+        "mok-modular run --mode split --tokens 48 --fault drop:x_ready,rank=1 --trace waits.json",
     )
     add_workload_options(run)
-    run.add_argument("--mode", default="fused", help="fused, split or a plan string (default: fused)")
-    run.add_argument("--trace", type=Path, metavar="FILE", help="write what every worker did, for ui.perfetto.dev")
+    run.add_argument(
+        "--mode", default="fused", help="Which stages share a kernel: fused, split or a plan string (default: fused)."
+    )
+    run.add_argument(
+        "--trace", type=Path, metavar="FILE", help="Writes what every worker did, for https://ui.perfetto.dev."
+    )
     run.add_argument(
         "--fault",
         action="append",
         default=[],
         metavar="FAULT",
-        help="plant a fault, such as drop:x_ready,rank=1 (mok_modular.testing.faults); may be given several times",
+        help="Plants a fault, such as drop:x_ready,rank=1 (mok_modular.testing.faults). May be given several times.",
     )
     run.set_defaults(command=_run)
 
-    stages = commands.add_parser("stages", help="the stages, their contracts and the active implementation")
+    stages = add_parser(
+        commands,
+        "stages",
+        "Lists the stages with contract, implementation and source; with --only runs one of them alone.",
+        "mok-modular stages",
+        "mok-modular stages --only dispatch --routing random --tokens 64",
+        "mok-modular stages --only swiglu --input swiglu.pt --dump results",
+    )
     stages.add_argument(
         "--only",
         choices=REPLAYED,
         metavar="NAME",
-        help="run this stage alone on captured routing, against its reference",
+        help="Runs this stage alone on captured routing and compares it with its reference.",
     )
-    stages.add_argument("--dump", type=Path, metavar="DIR", help="with --only: save its results to DIR/NAME.pt")
+    stages.add_argument(
+        "--dump", type=Path, metavar="DIR", help="Saves the results of the stage of --only to DIR/NAME.pt."
+    )
     cli_look.add_stage_options(stages)
     add_capture_options(stages)
     stages.set_defaults(command=_stages)
 
-    build = commands.add_parser("build", help="compiles GPU targets ahead of time; how the host target was compiled")
+    build = add_parser(
+        commands,
+        "build",
+        "Tells how the host target was compiled; compiles GPU targets ahead of time, without a GPU.",
+        "mok-modular build",
+        "mok-modular build --target sm_90a --fused",
+    )
     build.add_argument(
-        "--target", default="host", help=f"of: {', '.join(TARGETS)}; several joined by ',' (default: host)"
+        "--target",
+        default="host",
+        help=f"The target, or several joined by ',', of {', '.join(TARGETS)} (default: host).",
     )
     which = build.add_mutually_exclusive_group()
     which.add_argument(
-        "--split", dest="plan", action="store_const", const="split", help="the kernels of the split plan"
+        "--split",
+        dest="plan",
+        action="store_const",
+        const="split",
+        help="Compiles the kernels of the split plan (this is the default).",
     )
-    which.add_argument("--fused", dest="plan", action="store_const", const="fused", help="those of the fused plan")
-    which.add_argument("--plan", metavar="PLAN", help="those of a plan such as 'dispatch|gate_up+swiglu|down|combine'")
+    which.add_argument(
+        "--fused", dest="plan", action="store_const", const="fused", help="Compiles the kernels of the fused plan."
+    )
+    which.add_argument(
+        "--plan",
+        metavar="PLAN",
+        help="Compiles the kernels of another plan, such as 'dispatch|gate_up+swiglu|down|combine'.",
+    )
     build.set_defaults(command=_build)
 
-    doctor = commands.add_parser("doctor", help="what is wrong with the installation and how to mend it")
-    doctor.add_argument("--shape", default="tiny", help="of the layer whose memory is told: a preset or H,I,E,K[,S]")
-    doctor.add_argument("--ranks", type=int, default=4, help="ranks of that layer (default: 4)")
-    doctor.add_argument("--tokens", type=int, default=256, help="its tokens a rank (default: 256)")
+    doctor = add_parser(
+        commands,
+        "doctor",
+        "Tells what is wrong with the machine or the installation and how to mend it, and what memory a layer needs.",
+        "mok-modular doctor",
+        "mok-modular doctor --shape kimi-k2.7 --ranks 64 --tokens 4096",
+    )
+    doctor.add_argument(
+        "--shape", default="tiny", help="The layer whose memory is told: a preset or H,I,E,K[,S] (default: tiny)."
+    )
+    doctor.add_argument("--ranks", type=int, default=4, help="The number of ranks of that layer (default: 4).")
+    doctor.add_argument("--tokens", type=int, default=256, help="Its tokens per rank (default: 256).")
     doctor.set_defaults(command=_doctor)
 
     others = (cli_ab.add_command(commands), cli_sweep.add_command(commands), *cli_look.add_commands(commands))
     for command in (run, stages, build, doctor, *others):
-        command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+        command.add_argument("--json", action="store_true", help="Prints one JSON object on stdout and nothing else.")
     return parser
 
 
@@ -125,6 +171,8 @@ def _run(args: argparse.Namespace) -> int:
 
     config = MoKConfig(mode=args.mode, trace=args.trace is not None)
     planted = [faults.parse(text) for text in args.fault]
+    if args.trace is not None:
+        check_output(args.trace)
     workload, group, source = set_up(args)
     progress = Progress()
     progress(f"{passes(group)}, {describe(workload)}, mode {args.mode}")
@@ -132,7 +180,7 @@ def _run(args: argparse.Namespace) -> int:
         with faults.plant(*planted):
             result = run_passes(group, workload, config)
     finally:
-        if args.trace is not None:
+        if args.trace is not None and group.workspaces:  # of a run that broke, too
             cli_ab.trace_of(group).save(args.trace)
     progress(f"forward took {result.seconds:.3f} s, backward {result.backward_seconds:.3f} s; checking against float64")
     checks = check_passes(workload, result)
@@ -164,6 +212,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _stages(args: argparse.Namespace) -> int:
+    if args.dump is not None and args.dump.exists() and not args.dump.is_dir():
+        raise ValueError(f"--dump must be a folder or a new name, and {args.dump} is a file")
     if args.only is not None:
         return _replay(args) if args.input is None else cli_look.run_stage(args)
     if args.input is not None:
@@ -195,7 +245,7 @@ def _stages(args: argparse.Namespace) -> int:
     print(header)
     for row, line in zip(rows, lines, strict=True):
         print(f"{line}\n    {row['contract']}")
-    print(f"\nsources: {_source_folder()}\nthe same in torch: mok_modular.stages.NAME.reference")
+    print(f"\nsources: {source_dir()}\nthe same in torch: mok_modular.stages.NAME.reference")
     if missing:
         print(f"no implementation: {missing}")
     return 0
@@ -317,16 +367,6 @@ def _first_sentence(text: str) -> str:
 def _code(stage: str) -> str:
     """The header that holds a stage: all of them are stages but `ring`, which is protocol."""
     return f"csrc/{'protocol' if stage == 'ring' else 'stages'}/{stage}.h"
-
-
-def _source_folder() -> Path:
-    """csrc as it was installed, or as it stands beside the package in a checkout."""
-    package = Path(__file__).parents[1]
-    return next((path for path in (package / "csrc", package.parent / "csrc") if path.is_dir()), package / "csrc")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -33,47 +34,69 @@ RANDOM_RANKS, RANDOM_TOKENS = 4, 256
 GPU_ITERS = 15
 """Timed rounds on a GPU, where nothing says otherwise."""
 
+MAX_SEED = 2**64 - 1
+
 CPU_OPTIONS: dict[str, Any] = {"order": "round_robin", "executor": "fibers", "workers": None}
 """Options of the ranks on the CPU, which a GPU lacks, and what they are by default."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line."""
+    """An ArgumentParser whose errors are one line, and whose examples keep their lines."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **options})
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
+def examples(*lines: str) -> str:
+    """The end of a --help."""
+    return "examples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def add_parser(commands: Any, name: str, what: str, *lines: str) -> argparse.ArgumentParser:
+    """Adds a command: what it does, in a sentence, and examples."""
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=what, description=what, epilog=examples(*lines))
+    return parser
+
+
 def add_layer_options(parser: argparse.ArgumentParser) -> None:
     """Which layer, how it is routed, on how many ranks."""
-    parser.add_argument("--ranks", type=int, help="ranks in this process (default: the routing's)")
+    parser.add_argument("--ranks", type=int, help="The number of ranks, all in this process (default: the routing's).")
     parser.add_argument(
         "--shape",
-        help=f"H,I,E,K[,S] or one of: {', '.join(PRESETS)}; E and K must fit the routing "
-        f"(default: the captured layer's; {DEFAULT_HIDDEN_SIZE},{DEFAULT_INTERMEDIATE_SIZE},E,K,"
-        f"{DEFAULT_SHARED_INTERMEDIATE_SIZE} with the routing's E and K where the capture does not say)",
+        help=f"The layer's sizes: H,I,E,K[,S] or one of {', '.join(PRESETS)}. E and K must fit the routing. Default: "
+        f"the captured layer's; {DEFAULT_HIDDEN_SIZE},{DEFAULT_INTERMEDIATE_SIZE},E,K,"
+        f"{DEFAULT_SHARED_INTERMEDIATE_SIZE} with the routing's E and K where the capture does not say.",
     )
     parser.add_argument(
-        "--experts", type=int, help="E in place of the shape's: what the ranks here would hold of a larger layer"
+        "--experts",
+        type=int,
+        help="Replaces E of the shape: the experts that the ranks here hold of a larger layer.",
     )
     parser.add_argument(
         "--routing",
         type=Path,
         metavar="FILE",
-        help="captured routing (default: the shipped one), or 'random': K different experts a token, any shape, any "
-        "number of tokens",
+        help="The captured routing to replay (default: the shipped one), or 'random': K different experts per token, "
+        "for any shape and any number of tokens.",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the inputs and of --order random (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="Seeds the inputs and --order random (default: 0).")
 
 
 def add_capture_options(parser: argparse.ArgumentParser) -> None:
     """Which tokens a layer of which size works on."""
     add_layer_options(parser)
-    parser.add_argument("--tokens", type=int, help="tokens of each rank (default: those of the first capture)")
+    parser.add_argument("--tokens", type=int, help="The tokens of each rank (default: those of the first capture).")
 
 
 def add_device_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="cpu", help="cpu, or the GPU that all ranks share, such as cuda:0")
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        help="Where the ranks run: cpu, or the GPU that all share, such as cuda:0 (default: cpu).",
+    )
 
 
 def add_workload_options(parser: argparse.ArgumentParser) -> None:
@@ -81,17 +104,25 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     add_capture_options(parser)
     add_device_option(parser)
     parser.add_argument(
-        "--precision", choices=PRECISIONS, default="bf16", help="of the routed experts' products (default: bf16)"
+        "--precision",
+        choices=PRECISIONS,
+        default="bf16",
+        help="The number format of the routed experts' products: bf16 or mxfp8 (default: bf16).",
     )
     parser.add_argument(
         "--order",
         choices=("round_robin", "random", "last_first"),
-        help="which worker the scheduler resumes; CPU ranks (default: round_robin)",
+        help="Which worker the scheduler of CPU ranks resumes: round_robin, random or last_first "
+        "(default: round_robin).",
     )
     parser.add_argument(
-        "--executor", choices=("fibers", "threads"), help="what a worker is; CPU ranks (default: fibers)"
+        "--executor",
+        choices=("fibers", "threads"),
+        help="What a worker of a CPU rank is: fibers, which take turns on one thread, or threads (default: fibers).",
     )
-    parser.add_argument("--workers", type=int, help="workers of each CPU rank (default: the library's choice)")
+    parser.add_argument(
+        "--workers", type=int, help="The number of workers of each CPU rank (default: the library's choice)."
+    )
 
 
 # ---- devices ----
@@ -188,15 +219,17 @@ def load_workload(
     for name, value, minimum in (("ranks", args.ranks, 1), ("tokens", num_tokens, 0), ("experts", args.experts, 1)):
         if value is not None and value < minimum:
             raise ValueError(f"--{name} must be at least {minimum}, got {value}")
+    if not 0 <= args.seed <= MAX_SEED:
+        raise ValueError(f"--seed must be 0 to {MAX_SEED}, got {args.seed}")
     if args.routing == RANDOM:
         shape = _with_experts(args, parse_shape(args.shape or "tiny", num_experts=0, topk=0))
-        workload = Workload.random(
-            shape,
-            num_ranks=RANDOM_RANKS if args.ranks is None else args.ranks,
-            num_tokens=RANDOM_TOKENS if num_tokens is None else num_tokens,
-            seed=args.seed,
-            device=getattr(args, "device", "cpu"),
-        )
+        num_ranks = RANDOM_RANKS if args.ranks is None else args.ranks
+        num_tokens = RANDOM_TOKENS if num_tokens is None else num_tokens
+        device = getattr(args, "device", "cpu")
+        _check_ranks(shape, num_ranks)
+        if device == "cpu":
+            _check_memory(shape, num_ranks, num_tokens)
+        workload = Workload.random(shape, num_ranks=num_ranks, num_tokens=num_tokens, seed=args.seed, device=device)
         return workload, "random"
     routing = load_routing(args.routing)
     _, num_captured_ranks, _, topk = routing.expert_ids.shape
@@ -204,17 +237,53 @@ def load_workload(
         shape = routing.shape
     else:
         shape = parse_shape(args.shape, num_experts=routing.num_experts, topk=topk, default_sizes=default_sizes)
+    shape = _with_experts(args, shape)
+    num_ranks = num_captured_ranks if args.ranks is None else args.ranks
+    _check_ranks(shape, num_ranks)
     try:
-        workload = Workload.from_routing(
-            routing,
-            _with_experts(args, shape),
-            num_ranks=num_captured_ranks if args.ranks is None else args.ranks,
-            num_tokens=num_tokens,
-            seed=args.seed,
-        )
-    except ValueError as error:
+        workload = Workload.from_routing(routing, shape, num_ranks=num_ranks, num_tokens=num_tokens, seed=args.seed)
+    except ValueError as error:  # the routing holds too little for this shape, or too few tokens
         raise ValueError(f"{error} (--routing random takes any shape and number of tokens)") from None
     return workload, routing.source
+
+
+def _check_ranks(shape: MoEShape, num_ranks: int) -> None:
+    if shape.num_experts % num_ranks:
+        raise ValueError(
+            f"--ranks must divide the number of experts: got {num_ranks} ranks and {shape.num_experts} experts"
+        )
+
+
+def _check_memory(shape: MoEShape, num_ranks: int, num_tokens: int) -> None:
+    """Raises ValueError where this machine has less memory than inputs, weights and workspaces take."""
+    from mok_modular.memory import estimate
+    from mok_modular.protocol.config import MoKConfig
+
+    num_free = free_bytes()
+    if num_free is None:
+        return
+    try:
+        memory = estimate(shape, MoKConfig(), num_ranks=num_ranks, num_tokens=num_tokens, has_backward=False)
+    except ImportError:  # told where the ranks are made
+        return
+    hidden, inter = shape.hidden_size, shape.num_experts * shape.intermediate_size + shape.shared_intermediate_size
+    num_bytes = num_ranks * (2 * num_tokens * hidden + memory.workspace + memory.schedule) + 6 * hidden * inter
+    if num_bytes > num_free:
+        raise ValueError(
+            f"--tokens {num_tokens} on {num_ranks} ranks of {shape.name} takes at least {num_bytes / 1e9:,.1f} GB, and "
+            f"{num_free / 1e9:,.1f} GB of memory are free (mok-modular doctor --shape tells what a layer needs)"
+        )
+
+
+def free_bytes() -> int | None:
+    """Memory that this process may still take: what the system has, and its control group allows. None: unknown."""
+    found = []
+    with contextlib.suppress(OSError):
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        found.append(int(fields["MemAvailable"].split()[0]) * 1024)
+    with contextlib.suppress(OSError, ValueError):  # "max" is no number
+        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(found, default=None)
 
 
 def _with_experts(args: argparse.Namespace, shape: MoEShape) -> MoEShape:
@@ -242,6 +311,22 @@ def parse_shape(
     if len(sizes) not in (4, 5):
         raise ValueError(f"--shape must be H,I,E,K[,S] or one of {', '.join(PRESETS)}, got {text!r}")
     return MoEShape(text, *sizes)
+
+
+def check_output(path: Path) -> None:
+    """Raises ValueError, before anything has run, for a file that could not be written in the end."""
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent} for {path.name}")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; a file is wanted")
+
+
+def check_picture(path: Path) -> None:
+    """The same for a picture; then raises ImportError where matplotlib is missing."""
+    from mok_modular.sweep_plot import pyplot
+
+    check_output(path)
+    pyplot()
 
 
 # ---- what is said ----

@@ -16,6 +16,7 @@ from typing import Any
 
 import mok_modular
 from mok_modular.protocol.config import MoKConfig
+from mok_modular.protocol.extension import source_dir, source_hash
 from mok_modular.protocol.shapes import PRESETS, MoEShape
 from mok_modular.targets.build import BuildError, host_build_info
 
@@ -166,11 +167,21 @@ def _check_extension(report: Report) -> None:
     try:
         info = host_build_info()
     except BuildError as error:
-        reason, _, mend = str(error).partition("; ")
-        report.broken(reason, mend)
+        report.broken(error.reason, error.mend)
         return
-    report.facts["host target"] = f"{info.compiler}, build {info.build_hash}"
+    report.facts["host target"] = f"{info.compiler}, build {info.build_hash} ({info.path})"
     report.facts["host flags"] = info.flags
+    try:
+        sources = source_dir()
+    except FileNotFoundError as error:
+        report.warn(f"{error}: no kernels can be compiled for a GPU", "install the package again")
+        return
+    if source_hash(sources) != info.build_hash:
+        report.warn(
+            f"the extension was compiled from other sources (hash {info.build_hash}) than {sources} holds now "
+            f"({source_hash(sources)})",
+            "compile it again; what runs is the old code until then",
+        )
 
 
 def _check_compiler(report: Report) -> None:

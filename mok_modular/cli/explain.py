@@ -72,7 +72,7 @@ def converse(walk: Walk, commands: Iterable[str]) -> Iterator[str]:
         if word in ("quit", "q"):
             return
         if word in ("next", "n", ""):
-            shown = walk.next(int(rest) if rest.strip().isdigit() else 1)
+            shown = walk.next(int(rest) if rest.strip().isdecimal() else 1)
         elif word in ("run", "r"):
             shown = walk.run_to(rest.strip())
             if not shown:

@@ -134,6 +134,8 @@ class Result:
 
 def search(setup: Setup, *, is_reduced: bool = True, max_states: int = MAX_STATES) -> Result:
     """Searches all interleavings of one setup. Raises ValueError for a sequence or fault that there is not."""
+    if not setup.sequence:
+        raise ValueError("a sequence is one or more of S, F, C, B and R, got ''")
     found: dict[str, Any] = extension().explore(
         setup.sequence,
         list(Plan.parse(setup.plan).group_masks),

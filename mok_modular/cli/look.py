@@ -9,28 +9,50 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mok_modular.cli.common import add_parser
 from mok_modular.protocol.errors import format_table
 from mok_modular.protocol.plan import Plan
 
 
 def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
     """Adds the parsers of these commands and returns them."""
-    explore = commands.add_parser("explore", help="every interleaving of the protocol, and the faults it must find")
+    explore = add_parser(
+        commands,
+        "explore",
+        "Searches every interleaving of the protocol's skeletons, and for planted faults that it must find.",
+        "mok-modular explore --sequence FFBB --plan fused",
+        "mok-modular explore --fault list",
+        "mok-modular explore --fault lost_signal",
+    )
     explore.add_argument(
         "--sequence",
         action="append",
         metavar="CALLS",
-        help="calls in order, such as FFBB: S schedule, F forward, C recompute, B backward, R abort and reset "
-        "(default: seven sequences)",
+        help="The calls in order, such as FFBB: S schedule, F forward, C recompute, B backward, R abort and reset "
+        "(default: seven sequences). May be given several times.",
     )
-    explore.add_argument("--plan", metavar="PLAN", help="this plan alone (default: all 16)")
-    explore.add_argument("--fault", metavar="NAME", help="plant this fault and tell what happens (see --fault list)")
-    explore.add_argument("--threads", type=int, default=2, help="searches at a time (default: 2)")
+    explore.add_argument("--plan", metavar="PLAN", help="Searches this plan alone (default: all 16).")
+    explore.add_argument(
+        "--fault",
+        metavar="NAME",
+        help="Plants this fault and tells what happens; exit code 1 means that it was found. list: prints the names.",
+    )
+    explore.add_argument("--threads", type=int, default=2, help="The number of searches at a time (default: 2).")
     explore.set_defaults(command=_explore)
 
-    explain = commands.add_parser("explain", help="walk through a small forward step by step (commands on stdin)")
-    explain.add_argument("--mode", default="split", help="fused, split or a plan string (default: split)")
-    explain.add_argument("--tokens", type=int, default=16, help="tokens of each rank (default: 16)")
+    explain = add_parser(
+        commands,
+        "explain",
+        "Walks through a small forward step by step, by commands on stdin.",
+        "mok-modular explain --mode fused",
+        "mok-modular explain --json",
+    )
+    explain.add_argument(
+        "--mode",
+        default="split",
+        help="Which stages share a kernel: fused, split or a plan string (default: split).",
+    )
+    explain.add_argument("--tokens", type=int, default=16, help="The tokens of each rank (default: 16).")
     explain.set_defaults(command=_explain)
     return [explore, explain]
 
@@ -41,7 +63,7 @@ def add_stage_options(stages: argparse.ArgumentParser) -> None:
         "--input",
         type=Path,
         metavar="FILE",
-        help="with --only: arguments of a stage that mok_modular.testing.capture wrote, instead of captured routing",
+        help="Runs the stage of --only on arguments that mok_modular.testing.capture wrote, not on captured routing.",
     )
 
 
@@ -105,7 +127,10 @@ def _explore(args: argparse.Namespace) -> int:
     if args.threads < 1:
         raise ValueError(f"--threads must be at least 1, got {args.threads}")
     if args.fault is not None:
-        return _explore_fault(args)
+        given = [f"--{name}" for name in ("sequence", "plan") if getattr(args, name) is not None]
+        if given:
+            raise ValueError(f"--fault has a sequence and a plan of its own, and does not go with {given[0]}")
+        return _list_faults(args) if args.fault == "list" else _explore_fault(args)
     plans = [Plan.parse(args.plan)] if args.plan else None
     start_s = time.perf_counter()
     rows, violations = [], []
@@ -155,11 +180,22 @@ def _explore(args: argparse.Namespace) -> int:
     return 0 if is_ok else 1
 
 
+def _list_faults(args: argparse.Namespace) -> int:
+    from mok_modular.cli.explore import PLANTED
+
+    if args.json:
+        print(json.dumps({"ok": True, "faults": list(PLANTED)}))
+        return 0
+    rows = [(name, setup.sequence, setup.plan, setup.layout.name) for name, setup in PLANTED.items()]
+    print(format_table(("fault", "sequence", "plan", "layout"), rows))
+    return 0
+
+
 def _explore_fault(args: argparse.Namespace) -> int:
     from mok_modular.cli import explore
 
     if args.fault not in explore.PLANTED:
-        raise ValueError(f"--fault must be one of {', '.join(explore.PLANTED)}; got {args.fault!r}")
+        raise ValueError(f"--fault must be list or one of {', '.join(explore.PLANTED)}; got {args.fault!r}")
     result = explore.search(explore.PLANTED[args.fault])
     if args.json:
         report = {"ok": result.is_ok, "fault": args.fault, "verdict": result.verdict, "violation": result.violation}

@@ -14,7 +14,9 @@ from mok_modular.cli.common import (
     Progress,
     add_device_option,
     add_layer_options,
+    add_parser,
     check_device,
+    check_picture,
     describe,
     describe_gpu_in_words,
     is_gpu,
@@ -37,32 +39,39 @@ GPU_SHAPE, GPU_EXPERTS, GPU_TOKENS = "kimi-k2.7", 16, 2048
 
 def add_command(commands: Any) -> argparse.ArgumentParser:
     """Adds the parser of this command and returns it."""
-    sweep = commands.add_parser(
-        "sweep", help="one forward over a grid of choices: bytes, logical steps, idle waits; on a GPU times"
+    sweep = add_parser(
+        commands,
+        "sweep",
+        "Runs one forward for every point of a grid: bytes, logical steps and idle waits on CPU ranks, times on a GPU.",
+        "mok-modular sweep --over plan=fused,split --tokens 16,64",
+        "mok-modular sweep --over direction=pull,push --over imbalance=0,0.5",
+        "mok-modular sweep --over macrobatch=256,1024 --over minibatch=128,256 --json",
+        "mok-modular sweep --device cuda:0 --over comm_sms=0,8 --tokens 512,2048 --png sweep.png",
     )
     sweep.add_argument(
         "--over",
         action="append",
         default=[],
         metavar="AXIS=V,V",
-        help="plan, tokens, minibatch, macrobatch, grain, direction, ring, imbalance, workers (CPU ranks) or comm_sms "
-        "(a GPU; 0: none); several make a grid (default: plan=fused,split); plans are joined by ';'",
+        help="An axis and its values (default: plan=fused,split). Axes are plan (joined by ';'), tokens, minibatch, "
+        "macrobatch, grain, direction, ring, imbalance, workers (CPU ranks) and comm_sms (a GPU; 0: none). Several "
+        "--over make a grid.",
     )
     add_layer_options(sweep)
     add_device_option(sweep)
     sweep.add_argument(
         "--tokens",
         metavar="T,T",
-        help=f"tokens of each rank (default: {SWEEP_TOKENS}; on a GPU {GPU_TOKENS}); several are one more axis",
+        help=f"The tokens of each rank (default: {SWEEP_TOKENS}; on a GPU {GPU_TOKENS}). Several are one more axis.",
     )
-    sweep.add_argument("--iters", type=int, help=f"timed rounds on a GPU (default: {GPU_ITERS})")
-    sweep.add_argument("--png", type=Path, metavar="FILE", help="draw it (needs matplotlib)")
+    sweep.add_argument("--iters", type=int, help=f"The number of timed rounds on a GPU (default: {GPU_ITERS}).")
+    sweep.add_argument("--png", type=Path, metavar="FILE", help="Draws the table (needs matplotlib).")
     sweep.set_defaults(command=_sweep)
     return sweep
 
 
 def _sweep(args: argparse.Namespace) -> int:
-    from mok_modular.cli.sweep_plot import check_picture, plot_counts
+    from mok_modular.cli.sweep_plot import plot_counts
     from mok_modular.cli.sweep_points import check_axes, sweep
 
     axes = _axes(args)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 Rows = Sequence[Mapping[str, Any]]
@@ -20,13 +19,6 @@ def pyplot() -> Any:
     from matplotlib import pyplot
 
     return pyplot
-
-
-def check_picture(path: Path) -> None:
-    """Raises before anything has run what would be raised at the end: ImportError, or ValueError for the folder."""
-    pyplot()
-    if not path.parent.is_dir():
-        raise ValueError(f"there is no folder {path.parent} for {path.name}")
 
 
 def plot_counts(rows: Rows, axes: Sequence[str], path: str | os.PathLike[str]) -> None:

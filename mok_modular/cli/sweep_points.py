@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mok_modular.protocol.config import MoKConfig
+from mok_modular.protocol.config import DEFAULT_ROW_BLOCK, MoKConfig
 from mok_modular.ranks.group import LocalGroup
 from mok_modular.testing import Workload, run_forward
 
@@ -88,10 +88,16 @@ def config_of(chosen: Mapping[str, Any], *, trace: bool = False) -> MoKConfig:
     direction = chosen.get("direction", "pull")
     if direction not in ("pull", "pull_once", "push"):
         raise ValueError(f"direction must be pull, pull_once or push, got {direction!r}")
+    for name in ("minibatch", "macrobatch"):
+        if chosen.get(name, DEFAULT_ROW_BLOCK) < 1 or chosen.get(name, 0) % DEFAULT_ROW_BLOCK:
+            raise ValueError(f"{name} must be a multiple of the row block ({DEFAULT_ROW_BLOCK}), got {chosen[name]}")
     macrobatch = chosen.get("macrobatch", 131072)
+    minibatch = chosen.get("minibatch", _default_minibatch(macrobatch))
+    if macrobatch % minibatch:
+        raise ValueError(f"macrobatch must be a multiple of minibatch ({minibatch}), got {macrobatch}")
     return MoKConfig(
         mode=chosen.get("plan", "fused"),
-        minibatch_size=chosen.get("minibatch", min(4096, macrobatch)),
+        minibatch_size=minibatch,
         macrobatch_size=macrobatch,
         signal_grain=chosen.get("grain", "row_block"),
         ring=chosen.get("ring", "interleaved"),
@@ -100,6 +106,12 @@ def config_of(chosen: Mapping[str, Any], *, trace: bool = False) -> MoKConfig:
         fwd_num_comm_sms=chosen.get("comm_sms") or None,
         trace=trace,
     )
+
+
+def _default_minibatch(macrobatch: int) -> int:
+    """The largest that divides `macrobatch`, of at most 4096 rows."""
+    num_blocks = macrobatch // DEFAULT_ROW_BLOCK
+    return DEFAULT_ROW_BLOCK * max(i for i in range(1, 4096 // DEFAULT_ROW_BLOCK + 1) if num_blocks % i == 0)
 
 
 def _count(workload: Workload, chosen: Mapping[str, Any]) -> dict[str, Any]:

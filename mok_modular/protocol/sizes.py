@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import Any
 
 from mok_modular.protocol.config import DEFAULT_ROW_BLOCK, MoKConfig
+from mok_modular.protocol.extension import extension
 
 NUM_COLUMNS = 32
 """Columns of h that make one partial sum of d_router."""
-
-
-def extension() -> Any:
-    """The compiled host target. Raises ImportError with the way to mend it."""
-    try:
-        _host = importlib.import_module("mok_modular._host")
-    except ImportError as error:
-        raise ImportError(
-            f"the host target is not compiled ({error}); it is built when the package is installed: pip install ."
-        ) from error
-    return _host
 
 
 def is_ring_region(name: str) -> bool:

@@ -7,12 +7,12 @@ that a run reads, without a GPU and without a CUDA toolkit.
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from mok_modular.protocol.config import MoKConfig
+from mok_modular.protocol.extension import ExtensionError, extension
 from mok_modular.protocol.plan import WINDOWED_STAGES, Plan
 from mok_modular.targets.cuda import device as cuda_device
 from mok_modular.targets.cuda import nvrtc
@@ -20,12 +20,10 @@ from mok_modular.targets.cuda import nvrtc
 TARGETS = ("host", "sm_90a")
 """The targets that this version has."""
 
-REINSTALL = "install the package again with a C++20 compiler on PATH: pip install --force-reinstall --no-deps ."
-
 
 @dataclass(frozen=True)
 class BuildInfo:
-    """How a target was compiled. `build_hash` stands for sources, flags and compiler together."""
+    """How a target was compiled. `build_hash`: of the sources below csrc/."""
 
     target: str
     compiler: str
@@ -35,7 +33,11 @@ class BuildInfo:
 
 
 class BuildError(RuntimeError):
-    """A target cannot be used; the text says why and how to mend it."""
+    """A target cannot be used: `reason`, and `mend`, which says what helps."""
+
+    def __init__(self, reason: str, mend: str) -> None:
+        super().__init__(f"{reason}; {mend}")
+        self.reason, self.mend = reason, mend
 
 
 def check_target(target: str) -> str:
@@ -54,10 +56,10 @@ def host_build_info() -> BuildInfo:
     Raises BuildError if it is missing or does not load.
     """
     try:
-        host = importlib.import_module("mok_modular._host")
-        info = host.build_info()
-    except (ImportError, AttributeError) as error:
-        raise BuildError(f"the host extension does not load ({error}); {REINSTALL}") from error
+        host = extension()
+    except ExtensionError as error:
+        raise BuildError(error.reason, error.mend) from error
+    info = host.build_info()
     flags = info["flags"]
     return BuildInfo(
         target="host",

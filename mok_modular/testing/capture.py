@@ -20,6 +20,7 @@ from torch import Tensor
 from mok_modular import stages
 from mok_modular.protocol.checks import check_int
 from mok_modular.protocol.swap_rules import STAGES_OF
+from mok_modular.routing import read_dict
 from mok_modular.swap.window import WindowTables, place
 
 
@@ -89,17 +90,20 @@ def replay(name: str, path: str | os.PathLike[str], folder: str | os.PathLike[st
     """Runs the compiled stage and its reference on captured arguments; writes arguments and results to `folder`.
 
     Returns `num_results`, `shapes`, `is_same` (the same bits), `max_error` and `place`: the rank, call, stage,
-    generation and macrobatch that the arguments come from. Raises ValueError if the file holds another stage or no
-    capture.
+    generation and macrobatch that the arguments come from. Raises ValueError if the file holds another stage, no
+    capture, or arguments that the stage does not take.
     """
     with torch.serialization.safe_globals([WindowTables]):
-        found = torch.load(path, weights_only=True)
-    if not isinstance(found, dict) or "stage" not in found:
+        found = read_dict(path, "captured stage")
+    if not found.keys() >= {"stage", "args", "kwargs"}:
         raise ValueError(f"{path} holds no captured stage (see mok_modular.testing.capture)")
     if found["stage"] != name:
         raise ValueError(f"{path} holds {found['stage']!r}, not {name!r}")
     module = getattr(stages, name)
-    launched = _as_list(module.launch(*found["args"], **found["kwargs"]))
+    try:
+        launched = _as_list(module.launch(*found["args"], **found["kwargs"]))
+    except TypeError as error:
+        raise ValueError(f"{path} holds arguments that {name} does not take: {error}") from error
     wanted = _as_list(module.reference(*found["args"], **found["kwargs"]))
     # Rows that do not count may differ: a kernel leaves them alone.
     pairs = list(zip(launched, wanted, strict=True))

@@ -260,8 +260,8 @@ class Workload:
 
 
 def _generator(seed: int, stream: int, device: torch.device | str = "cpu") -> torch.Generator:
-    # Any two (seed, stream) pairs of practical size give different seeds.
-    return torch.Generator(device).manual_seed(seed * 2_000_003 + stream)
+    # Any two (seed, stream) pairs of practical size give different seeds; every seed of 64 bits has one.
+    return torch.Generator(device).manual_seed((seed * 2_000_003 + stream) % 2**64)
 
 
 def _expert(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
+import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -18,8 +22,9 @@ import torch
 
 import mok_modular.cli.doctor
 import mok_modular.testing
-from mok_modular.cli import main
+from mok_modular.cli import ab, commands, look, main, sweep
 from mok_modular.cli.common import parse_shape
+from mok_modular.cli.explore import PLANTED
 from mok_modular.config import PRESETS, MoEShape, MoKConfig
 from mok_modular.protocol.errors import MoKDeadlockError
 from mok_modular.protocol.plan import Plan
@@ -90,7 +95,16 @@ def run_process(cwd: Path, argv: list[str], exit_code: int = 0) -> subprocess.Co
         (["fly"], ["fly", "run", "doctor"]),
         (["run", "--ranks", "0"], ["--ranks", "0", "at least 1"]),
         (["run", "--ranks", "two"], ["--ranks", "two"]),
-        (["run", "--ranks", "3", "--tokens", "1"], ["num_experts", "3 ranks"]),
+        (["run", "--ranks", "3", "--tokens", "1"], ["--ranks", "3 ranks", "16 experts"]),
+        (["run", "--seed", "-1"], ["--seed", "0 to 18446744073709551615", "-1"]),
+        (["run", "--seed", "18446744073709551616"], ["--seed", "18446744073709551616"]),
+        (["run", "--routing", "random", "--tokens", "100000000"], ["--tokens 100000000", "GB", "doctor --shape"]),
+        (["run", "--routing", "random", "--tokens", "1000000000"], ["num_tokens", "2147483648 rows", "1000000000"]),
+        (["doctor", "--tokens", "1000000000"], ["num_tokens", "2147483648 rows", "1000000000"]),
+        (["run", "--trace", "/nonexistent/x.json"], ["/nonexistent", "x.json"]),
+        (["run", "--trace", "/"], ["folder"]),
+        (["run", "--routing", "/"], ["Is a directory", "/"]),
+        (["run", "--routing", f"{__file__}/x"], ["Not a directory", "test_cli.py/x"]),
         (["run", "--tokens", "-1"], ["--tokens", "-1"]),
         (["run", "--tokens", "1000000000"], ["1000000000", "holds"]),
         (["run", "--workers", "0"], ["--workers", "0"]),
@@ -111,6 +125,15 @@ def run_process(cwd: Path, argv: list[str], exit_code: int = 0) -> subprocess.Co
         (["ab", "--iters", "0"], ["--iters", "0"]),
         (["stages", "--only", "combiner"], ["--only", "combiner", "combine"]),
         (["stages", "--dump", "x"], ["--dump needs --only"]),
+        (["stages", "--only", "dispatch", "--dump", __file__], ["--dump", "test_cli.py", "is a file"]),
+        (["stages", "--only", "swiglu", "--input", __file__], ["test_cli.py", "not a captured stage"]),
+        (["stages", "--only", "swiglu", "--input", "/nonexistent/x.pt"], ["/nonexistent/x.pt"]),
+        (["explore", "--sequence", ""], ["sequence", "''"]),
+        (["explore", "--sequence", "X"], ["sequence", "'X'"]),
+        (["explore", "--fault", "none_such"], ["--fault", "none_such", "lost_signal"]),
+        (["explore", "--fault", "list", "--sequence", "F"], ["--fault", "--sequence"]),
+        (["explore", "--fault", "lost_signal", "--plan", "fused"], ["--fault", "--plan"]),
+        (["explain", "--tokens", "0"], ["--tokens", "0"]),
         (["stages", "--only", "reduce", "--tokens", "-1"], ["--tokens", "-1"]),
         (["ab", "--plans", "some"], ["--plans", "some", "all"]),
         (["build", "--target", "sm_100f"], ["sm_100f", "not available in this version", "host"]),
@@ -144,6 +167,165 @@ def test_parse_shape() -> None:
     assert parse_shape("64,128,8,2", num_experts=8, topk=2) == MoEShape("64,128,8,2", 64, 128, 8, 2, 0)
     assert parse_shape("64,128,8,2,64", num_experts=8, topk=2).shared_intermediate_size == 64
     assert parse_shape(None, num_experts=20, topk=5) == MoEShape("default", 256, 384, 20, 5, 128)
+
+
+# ---- help and version --------------------------------------------------------------------------------------
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parser of every command."""
+    (found,) = [a for a in commands._make_parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    return dict(found.choices)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"mok-modular {mok_modular.__version__}\n"
+
+
+@pytest.mark.parametrize("name", parsers())
+def test_help_has_sentences_and_examples_that_parse(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = parsers()[name]
+    sentence = re.compile(r"[A-Z`].*\.", re.DOTALL)
+    assert sentence.fullmatch(parser.description or "")
+    for action in parser._actions:
+        if "--help" not in action.option_strings:
+            assert sentence.fullmatch(action.help or ""), action.option_strings
+    title, *lines = (parser.epilog or "").splitlines()
+    assert title == "examples:"
+    assert len(lines) >= 2
+    for line in lines:
+        program, *argv = shlex.split(line)
+        assert (program, argv[0]) == ("mok-modular", name)
+        commands._make_parser().parse_args(argv)
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    assert capsys.readouterr().out.endswith("\n".join(["examples:", *lines]) + "\n")
+
+
+# ---- how a command ends --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (MemoryError("none is left"), 1, "MemoryError: none is left"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes"), 1, "RuntimeError: DefaultCPUAllocator"),
+        (OSError(28, "No space left on device"), 1, "OSError: [Errno 28] No space left"),
+        (NotADirectoryError(20, "Not a directory", "a_file"), 2, "error: [Errno 20] Not a directory: 'a_file'"),
+        (FileExistsError(17, "File exists", "a_file"), 2, "error: [Errno 17] File exists: 'a_file'"),
+        (ValueError("a value\nin two lines"), 2, "error: a value in two lines"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+@pytest.mark.parametrize("name", ["run", "ab", "explore", "explain", "sweep"])
+def test_an_error_is_one_line(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    error: BaseException,
+    code: int,
+    words: str,
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    module = {"run": commands, "ab": ab, "sweep": sweep}.get(name, look)
+    monkeypatch.setattr(module, f"_{name}", fail)
+    try:
+        found: Any = main([name])
+    except SystemExit as caught:
+        found = caught.code
+    assert found == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith(f"mok-modular {name}: {words}")
+
+
+def test_an_error_of_the_program_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(commands, "_run", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["run"])
+
+
+def start(argv: list[str], folder: Path, **options: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "mok_modular.cli", *argv]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, stdin=pipe, stdout=pipe, stderr=pipe, text=True, **options)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["run", "--routing", "random", "--tokens", "20000"],
+        ["explain"],
+        ["explore", "--sequence", "CC", *["--sequence", "FFBB"] * 50],
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_ctrl_c_is_one_line(tmp_path: Path, argv: list[str]) -> None:
+    """A minute's work, interrupted at its first line of output or progress."""
+    process = start(argv, tmp_path, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    assert process.stdout is not None
+    assert process.stderr is not None
+    (process.stdout if argv[0] == "explain" else process.stderr).readline()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == f"mok-modular {argv[0]}: interrupted\n"
+
+
+@pytest.mark.parametrize("argv", [["explain"], ["stages"], ["run", "--help"]], ids=" ".join)
+def test_a_closed_pipe_is_no_error(tmp_path: Path, argv: list[str]) -> None:
+    process = start(argv, tmp_path)
+    assert process.stdout is not None
+    process.stdout.close()
+    _, err = process.communicate("next\n" * 1000, timeout=60)
+    assert process.returncode in (0, 141)  # --help: argparse itself leaves
+    assert err == ""
+
+
+def test_seeds_of_64_bits(capsys: pytest.CaptureFixture[str], routing_file: str) -> None:
+    argv = ["run", "--routing", routing_file, *SMALL, "--order", "random", "--seed"]
+    assert run_json(capsys, [*argv, str(2**64 - 1)])["ok"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [{"stage": "swiglu"}, [1], {"stage": "swiglu", "args": (1, 2, 3, 4, 5), "kwargs": {}}],
+    ids=["incomplete", "no dict", "other arguments"],
+)
+def test_a_damaged_capture_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: Any) -> None:
+    torch.save(content, tmp_path / "swiglu.pt")
+    with pytest.raises(SystemExit) as caught:
+        main(["stages", "--only", "swiglu", "--input", str(tmp_path / "swiglu.pt")])
+    assert caught.value.code == 2
+    assert str(tmp_path / "swiglu.pt") in capsys.readouterr().err
+
+
+def test_faults_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explore", "--fault", "list"]) == 0
+    rows = capsys.readouterr().out.splitlines()[1:]
+    assert [row.split()[0] for row in rows] == list(PLANTED)
+    assert run_json(capsys, ["explore", "--fault", "list"])["faults"] == list(PLANTED)
+
+
+def test_a_run_that_never_began_has_no_trace(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mok_modular.testing, "run_passes", interrupted)
+    assert main(["run", "--trace", str(tmp_path / "x.json"), "--tokens", "8"]) == 130
+    assert not (tmp_path / "x.json").exists()
 
 
 # ---- run -------------------------------------------------------------------------------------------------
@@ -404,7 +586,7 @@ def test_stages_without_the_extension(capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setitem(sys.modules, "mok_modular._host", None)
     assert {row["implementation"] for row in run_json(capsys, ["stages"])["stages"]} == {"none"}
     assert main(["stages"]) == 0
-    assert "no implementation: the host extension does not load" in capsys.readouterr().out
+    assert "no implementation: " in capsys.readouterr().out
 
 
 def test_build(capsys: pytest.CaptureFixture[str]) -> None:
@@ -419,6 +601,7 @@ def test_build(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["build_hash"] in out
 
 
+@pytest.mark.slow
 def test_build_for_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="compiling for a GPU needs cuda-bindings and nvidia-cuda-nvrtc")
     monkeypatch.setenv("MOK_CACHE_DIR", str(tmp_path))
@@ -429,6 +612,16 @@ def test_build_for_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     }
     assert not any(k["is_from_cache"] for k in kernels)
     assert all(Path(k["path"]).parent == tmp_path for k in kernels)
+
+
+@pytest.mark.slow
+def test_build_into_a_file(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="compiling for a GPU needs cuda-bindings and nvidia-cuda-nvrtc")
+    monkeypatch.setenv("MOK_CACHE_DIR", __file__)
+    with pytest.raises(SystemExit) as caught:
+        main(["build", "--target", "sm_90a"])
+    assert caught.value.code == 2
+    assert "test_cli.py" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_build_for_a_gpu_without_nvrtc(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,7 +638,7 @@ def test_build_of_a_broken_installation(capsys: pytest.CaptureFixture[str], monk
     assert main(["build"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert "does not load" in err
+    assert "compiled extension" in err
     assert "pip install" in err
 
 
@@ -464,9 +657,17 @@ def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     assert "warning: CUDA_DEVICE_MAX_CONNECTIONS=1" in capsys.readouterr().out
 
 
+def test_doctor_sees_an_edited_source(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mok_modular.cli.doctor, "source_hash", lambda _: "of another one")
+    report = run_json(capsys, ["doctor"])
+    (problem,) = [p for p in report["problems"] if "compiled from other sources" in p["what"]]
+    assert "of another one" in problem["what"]
+    assert problem["broken"] is False
+
+
 def test_doctor_of_a_broken_installation(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
-        raise BuildError("the host extension does not load (no such file); install it again")
+        raise BuildError("the host extension does not load (no such file)", "install it again")
 
     monkeypatch.setattr(mok_modular.cli.doctor, "host_build_info", missing)
     report = run_json(capsys, ["doctor"], exit_code=1)
@@ -485,8 +686,8 @@ def test_doctor_runs_where_the_extension_is_missing(tmp_path: Path) -> None:
     shutil.copytree(package, tmp_path / "mok_modular", ignore=shutil.ignore_patterns("*.so", "__pycache__", "csrc"))
     done = run_process(tmp_path, ["doctor"], exit_code=1)
     assert str(tmp_path / "mok_modular") in done.stdout
-    assert "BROKEN: the host extension does not load" in done.stdout
-    assert "mend: install the package again with a C++20 compiler" in done.stdout
+    assert f"BROKEN: {tmp_path / 'mok_modular'} has no compiled extension" in done.stdout
+    assert "mend: install it with a C++20 compiler on PATH: " in done.stdout
     assert done.stdout.splitlines()[-1] == "something is broken"
 
 

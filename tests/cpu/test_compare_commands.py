@@ -108,7 +108,7 @@ GPU = ["--device", "cuda:0"]
         (["sweep", *GPU, "--over", "workers=2"], ["workers is for CPU ranks", "comm_sms"]),
         (["sweep", *GPU, "--over", "comm_sms=-1"], ["comm_sms must be at least 0", "-1"]),
         (["sweep", *GPU, "--over", "plan=turbo"], ["mode", "turbo"]),
-        (["sweep", *GPU, "--over", "minibatch=100"], ["minibatch_size", "100"]),
+        (["sweep", *GPU, "--over", "minibatch=100"], ["minibatch must", "100"]),
         (["sweep", *GPU, "--iters", "0"], ["--iters", "0"]),
         (["sweep", "--iters", "3"], ["--iters 3", "GPU", "counted"]),
         (["sweep", "--tokens", "8,x"], ["--tokens", "8,x"]),
@@ -116,6 +116,9 @@ GPU = ["--device", "cuda:0"]
         (["sweep", "--tokens", "8,8"], ["tokens", "each once"]),
         (["sweep", "--tokens", "8", "--over", "tokens=8"], ["--tokens 8", "--over already"]),
         (["sweep", "--over", "plan=fused", "--over", "plan=split"], ["--over plan", "twice"]),
+        (["sweep", "--over", "macrobatch=100"], ["macrobatch must be a multiple", "128", "100"]),
+        (["sweep", "--over", "macrobatch=0"], ["macrobatch must be a multiple", "128", "0"]),
+        (["sweep", "--over", "macrobatch=256", "--over", "minibatch=384"], ["macrobatch", "minibatch (384)", "256"]),
         (["sweep", "--over", "imbalance=2"], ["imbalance must be 0 to 1"]),
         (["sweep", "--png", "/nonexistent/x.png"], ["/nonexistent", "x.png"]),
         (["sweep", "--device", "tpu"], ["--device must be cpu or a GPU", "'tpu'"]),
@@ -177,6 +180,7 @@ def test_random_routing(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["shape"]["num_experts"] == 4
 
 
+@pytest.mark.slow
 def test_sweep_over_tokens_and_its_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     argv = ["sweep", "--over", "plan=fused,split", "--tokens", "8,24", "--png", str(tmp_path / "sweep.png"), *SMALL]
@@ -330,6 +334,7 @@ def test_sweep_on_a_gpu(pretended_gpu: list[str], capsys: pytest.CaptureFixture[
     assert "medians of 1 rounds of one interleaved run" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", ["16", "16,24"])
 def test_picture_of_a_sweep_on_a_gpu(
     pretended_gpu: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, tokens: str

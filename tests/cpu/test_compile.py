@@ -61,7 +61,7 @@ def train(workload: Workload, backend: str | None, *, num_steps: int = 2, dynami
     return LocalGroup(workload.num_ranks).run(step)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_model_is_the_eager_one(backend: str) -> None:
     workload = make_workload([60, 80])
     expected, given = train(workload, None), train(workload, backend)

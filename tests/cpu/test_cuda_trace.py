@@ -137,6 +137,11 @@ def test_some_ctas_are_drawn_with_all_their_roles(tmp_path: Path) -> None:
     assert len(drawn) == 5 * len(ctas)
     few = many_ctas(10)
     assert trace_plot._drawn(few, few.intervals[30:]) == few.intervals[30:]
+
+
+@pytest.mark.slow
+def test_picture_of_many_ctas(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
+    few, found = many_ctas(10), many_ctas(132)
     trace_plot.plot({"split": few, "fused": found}, tmp_path / "both.png")
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")

@@ -18,7 +18,7 @@ from native import build_target
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "happens_before.py"
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import held_sms
 import pytest
 
 
+@pytest.mark.slow
 def test_it_compiles() -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="compiling for a GPU needs cuda-bindings and nvidia-cuda-nvrtc")
     assert held_sms.compile_hold().startswith(b"\x7fELF")

@@ -43,7 +43,7 @@ LATE = {
 }
 """Where an import of the package's own modules may stand inside a function, and why."""
 
-OPTIONAL = {"cuda", "nvshmem", "matplotlib"}
+OPTIONAL = {"cuda", "nvshmem", "matplotlib", "covertable"}
 """What need not be installed, and is imported where it is used. (torch in cli: `doctor` reports that it is missing.)"""
 
 MAX_LINES = 400

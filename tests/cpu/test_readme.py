@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from mok_modular import _host
 from mok_modular.cli.commands import _make_parser, main
 from mok_modular.protocol.diagnosis import TASK_ORDER, WRITERS
+from mok_modular.protocol.extension import extension
 from mok_modular.protocol.plan import SHARED_STAGES, STAGES
 from mok_modular.protocol.swap_rules import STAGES_OF
 from mok_modular.testing.contract import RULES
@@ -66,6 +66,24 @@ def test_the_table_of_swapping_is_the_code() -> None:
     assert [row[0].strip("`") for row in table(text.partition("## When")[0])] == list(STAGES_OF)
     named = {word for row in table(section(text, "What goes wrong")) for word in words(row[0])}
     assert named == set(RULES)
+
+
+def test_the_commands_that_ci_runs_are_there() -> None:
+    """.ci/run takes the two lines of the first block."""
+    block = re.findall(r"^```sh\n(.*?)^```", README, flags=re.M | re.S)[0]
+    commands = [line.partition("  #")[0].rstrip() for line in block.splitlines()]
+    assert commands == ["pip install . && mok-modular run", "pip install '.[test]' && pytest"]
+
+
+def test_pytest_says_what_it_leaves_out() -> None:
+    one_slow_test = Path(__file__).with_name("test_held_sms.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(one_slow_test)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
+    assert "left out: 1 slow tests" in done.stdout
+    assert "pip install '.[dev]' && pytest -m slow" in done.stdout
 
 
 def test_commands_of_readme_exist(capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,7 +156,7 @@ def test_files_and_names_of_a_step_exist(step: str) -> None:
 
 def test_edge_table_is_that_of_the_code() -> None:
     rows = table(section(PROTOCOL.read_text(), "Edges"))
-    assert [words(row[0])[0] for row in rows] == _host.edge_names()
+    assert [words(row[0])[0] for row in rows] == extension().edge_names()
     across = [row[4] for row in rows]
     num_across = across.index("no")
     assert across == ["yes"] * num_across + ["no"] * (len(rows) - num_across)

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("cuda.bindings.nvrtc", reason="compiling for a GPU needs cuda-bindings and nvidia-cuda-nvrtc")
-
 from mok_modular.protocol.plan import STAGES, all_plans, group_mask
 from mok_modular.targets.cuda import device as cuda_device
 from mok_modular.targets.cuda import nvrtc
+
+pytestmark = pytest.mark.slow
 
 MAX_REGISTERS = {"copy": 80, "reduce": 128, "gemm": 168}  # reduce: two CTAs an SM
 MAX_SPILL_BYTES = 0
@@ -64,6 +64,7 @@ ahead: dict[nvrtc.Kernel, Future[Path]] = {}
 @pytest.fixture(scope="module", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Everything is compiled anew, once."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="compiling for a GPU needs cuda-bindings and nvidia-cuda-nvrtc")
     folder = tmp_path_factory.mktemp("ahead")
 
     def compile_ahead(kernel: nvrtc.Kernel) -> Path:

@@ -8,6 +8,7 @@ import pytest
 from native import build_target
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_report() -> None:
     """20 seeds, 4 ranks, schedules, forwards and backwards, one kernel a stage and one for all."""

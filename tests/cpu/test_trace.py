@@ -177,6 +177,7 @@ def test_chrome_format(workload: Workload, tmp_path: Path) -> None:
     assert data["otherData"]["unit"] == "steps"
 
 
+@pytest.mark.slow
 def test_picture(workload: Workload, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     trace_plot.plot({mode: traced(workload, mode=mode) for mode in ("split", "fused")}, tmp_path / "both.png")
@@ -191,12 +192,18 @@ def test_picture_without_matplotlib(workload: Workload, tmp_path: Path, monkeypa
         trace_plot.plot({"split": traced(workload)}, tmp_path / "both.png")
 
 
-def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--tokens", "48", "--ranks", "2", "--json"]
-    assert cli.main(["run", *small, "--mode", "split", "--trace", str(tmp_path / "run.json")]) == 0
+SMALL_RUN = ["--tokens", "48", "--ranks", "2", "--json"]
+
+
+def test_run_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", *SMALL_RUN, "--mode", "split", "--trace", str(tmp_path / "run.json")]) == 0
     assert json.loads(capsys.readouterr().out)["ok"]
     assert json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+
+
+@pytest.mark.slow
+def test_ab_draws_a_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    assert cli.main(["ab", *small, "--iters", "1", "--timeline", str(tmp_path / "ab.png")]) == 0
+    assert cli.main(["ab", *SMALL_RUN, "--iters", "1", "--timeline", str(tmp_path / "ab.png")]) == 0
     assert json.loads(capsys.readouterr().out)["bits_identical"]
     assert (tmp_path / "ab.png").stat().st_size > 1000

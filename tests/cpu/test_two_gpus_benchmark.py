@@ -426,6 +426,7 @@ def test_tables(load: Callable[[str], Any]) -> None:
     assert report.tables({}) == ""
 
 
+@pytest.mark.slow
 def test_picture(tmp_path: Path, load: Callable[[str], Any]) -> None:
     pytest.importorskip("matplotlib")
     report = load("two_gpus_report")

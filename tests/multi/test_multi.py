@@ -19,9 +19,9 @@ TIMEOUT_S = 170
 def why_not() -> str:
     """Why this machine cannot run the tests, "" if it can."""
     if not torch.cuda.is_available():
-        return "torch sees no NVIDIA GPU"
+        return "they need a GPU of compute capability 9.0, and torch sees none"
     if torch.cuda.get_device_capability() != (9, 0):
-        return "kernels exist for sm_90a only"
+        return "they need a GPU of compute capability 9.0"
     if importlib.util.find_spec("nvshmem") is None:
         return "nvshmem4py-cu13 is not installed"
     return ""

@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from mok_modular.protocol.extension import source_dir
 from mok_modular.targets.cuda import nvrtc
 
 NEEDS = (
@@ -67,7 +68,7 @@ def compile_kernel(arch: str, kernel: nvrtc.Kernel, target_define: str) -> nvrtc
     Raises ImportError or FileNotFoundError where a wheel is missing, nvrtc.CompileError where a step fails.
     """
     library = find()
-    root = nvrtc.source_dir()
+    root = source_dir()
     options = [*nvrtc.compile_options(arch, (target_define, DEFINE, *kernel.defines)), RELOCATABLE]
     unit = _signal_unit(arch, library)
     key = [kernel.source, *options, nvjitlink_version(), library.digest(), hashlib.sha256(unit.data).hexdigest()]
@@ -81,7 +82,7 @@ def compile_kernel(arch: str, kernel: nvrtc.Kernel, target_define: str) -> nvrtc
 
 
 def _signal_unit(arch: str, library: DeviceLibrary) -> nvrtc.Cubin:
-    root = nvrtc.source_dir()
+    root = source_dir()
     options = [*nvrtc.compile_options(arch, ()), RELOCATABLE]
     key = [SIGNAL_UNIT, *options, ".".join(map(str, library.version)), library.digest()]
 

@@ -42,7 +42,7 @@ def cache_dir() -> Path:
 
 def find_or_build(name: str, build: Callable[[], tuple[bytes, str]]) -> tuple[bytes, str, Path, bool]:
     """Code and log of the file `name`, its path, and whether it was there. `build` makes them where it was not, or was
-    damaged; it runs under the folder's lock, so it must not ask the cache itself.
+    damaged; it runs under the lock of this file, so it must not ask for it itself.
 
     Raises CacheError.
     """
@@ -52,7 +52,7 @@ def find_or_build(name: str, build: Callable[[], tuple[bytes, str]]) -> tuple[by
     found = _read(path)
     if found is not None:
         return *found, path, True
-    with _lock(folder / "lock", permissions):  # one compiling process a node: the others find its result
+    with _lock(path.with_suffix(".lock"), permissions):  # one process of a node compiles it, the others find its result
         found = _read(path)
         if found is not None:
             return *found, path, True

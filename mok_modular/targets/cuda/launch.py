@@ -31,10 +31,10 @@ MATRICES = (
 class PackedLaunch:
     """A kernel with its arguments in host memory, to be enqueued any number of times (each copies them)."""
 
-    def __init__(self, function: Function, arguments: Sequence[bytes], num_sms: int) -> None:
+    def __init__(self, function: Function, arguments: Sequence[bytes], num_ctas: int) -> None:
         self._buffers = [ctypes.create_string_buffer(argument, len(argument)) for argument in arguments]
         self._pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(buffer) for buffer in self._buffers])
-        self._grid = (function.handle, num_sms * function.ctas_per_sm, 1, 1, function.num_threads, 1, 1)
+        self._grid = (function.handle, num_ctas, 1, 1, function.num_threads, 1, 1)
         self._num_smem_bytes = function.num_smem_bytes
         self._address = ctypes.addressof(self._pointers)
         self._enqueue = driver().cuLaunchKernel
@@ -73,7 +73,7 @@ class Launcher:
         return packed
 
     def _launch(self, function: Function, arguments: Sequence[bytes], stream: int, num_sms: int) -> None:
-        PackedLaunch(function, arguments, num_sms).enqueue(stream)
+        PackedLaunch(function, arguments, num_sms * function.ctas_per_sm).enqueue(stream)
 
     # ---- tensor maps ----
 

@@ -1,8 +1,8 @@
 """Run-time compilation of the device sources with NVRTC.
 
 No CUDA toolkit and no GPU are needed: the wheels nvidia-cuda-nvrtc and cuda-bindings suffice. A compiled kernel is
-kept (kernel_cache.py) in a file whose name is a hash of everything that decides its bits: the content of all of csrc/,
-the options, and the compiler's version.
+kept (kernel_cache.py) in a file whose name is a hash of everything that decides its bits: the sources below csrc/, the
+options, and the compiler's version.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+from mok_modular.protocol.extension import source_dir, source_hash
 from mok_modular.targets.cuda.kernel_cache import find_or_build
 
 NEEDS = "pip install 'mok-modular[cuda]' brings the wheels cuda-python and nvidia-cuda-nvrtc"
@@ -40,25 +40,6 @@ class Cubin:
     log: str
     path: Path
     is_from_cache: bool
-
-
-def source_dir() -> Path:
-    """Where csrc/ is: in the installed package, or beside it in a checkout."""
-    package = Path(__file__).resolve().parents[2]
-    for candidate in (package / "csrc", package.parent / "csrc"):
-        if (candidate / "layout.h").is_file():
-            return candidate
-    raise FileNotFoundError(f"the device sources (csrc/) are neither in {package} nor beside it")
-
-
-@cache
-def sources_hash(root: Path) -> str:
-    """A hash over the names and contents of all files below `root`."""
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*")):
-        if path.is_file():
-            digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
 
 
 def compile_options(arch: str, defines: tuple[str, ...]) -> list[str]:
@@ -89,8 +70,9 @@ def compile_kernel(arch: str, kernel: Kernel, target_define: str) -> Cubin:
 
 def cached(stem: str, key: Sequence[str], build: Callable[[], tuple[bytes, str]]) -> Cubin:
     """The result of `build()` (code and log) for this `key`, the sources as they are and this compiler, from the cache
-    where it is. `build` must not ask the cache itself. Raises kernel_cache.CacheError."""
-    whole_key = "\0".join([sources_hash(source_dir()), nvrtc_version(), *key])
+    where it is. `build` runs under the lock of this result, so it must not ask for it itself. Raises
+    kernel_cache.CacheError."""
+    whole_key = "\0".join([source_hash(source_dir()), nvrtc_version(), *key])
     name = f"{stem}-{hashlib.sha256(whole_key.encode()).hexdigest()[:24]}.cubin"
     return Cubin(*find_or_build(name, build))
 

@@ -23,6 +23,7 @@ from mok_modular.protocol.errors import MoKPeerError, MoKTimeoutError
 from mok_modular.protocol.sizes import extension
 from mok_modular.protocol.trace import Trace
 from mok_modular.targets.cuda.device import ARCH, Function, check_plan, get_device, kernel_of
+from mok_modular.targets.cuda.grid import Share, is_shared, num_ctas
 from mok_modular.targets.cuda.launch import MAX_LOCAL_RANKS, Launcher, PackedLaunch
 from mok_modular.targets.cuda.memory import NOTHING, CudaMemory, open_waits
 from mok_modular.targets.cuda.trace import SINK_BYTES, TraceBuffer
@@ -236,10 +237,10 @@ class CudaWorkspace(Launcher, SharedWorkspace):
                 arguments.append(maps)
             if function.is_traced:
                 arguments.append(bytes(SINK_BYTES))
-            num_sms = self._num_sms(config, launch.stream if has_side and not is_last else None)
-            steps.append(
-                _Step(launch.kernel, launch.stream, PackedLaunch(function, arguments, num_sms), is_on_side, is_last)
-            )
+            share: Share = launch.stream if has_side and not is_last else "all"
+            num_sms, num_comm_sms = self._num_sms(config), config.fwd_num_comm_sms or 0
+            packed = PackedLaunch(function, arguments, num_ctas(num_sms, num_comm_sms, function.ctas_per_sm, share))
+            steps.append(_Step(launch.kernel, launch.stream, packed, is_on_side, is_last))
         return steps
 
     def _enqueue(self, steps: Sequence[_Step], main: torch.cuda.Stream, side: torch.cuda.Stream | None) -> None:
@@ -265,9 +266,9 @@ class CudaWorkspace(Launcher, SharedWorkspace):
             self._traced = self._load_traced()
         return self._traced[kernel] if is_traced else self.functions[kernel]
 
-    @staticmethod
-    def _has_side_stream(config: MoKConfig, kind: str) -> bool:
-        return config.fwd_num_comm_sms is not None and kind == "forward" and not config.plan.is_fused
+    def _has_side_stream(self, config: MoKConfig, kind: str) -> bool:
+        may_share = is_shared(self._num_sms(config), config.fwd_num_comm_sms)
+        return may_share and kind == "forward" and not config.plan.is_fused
 
     def _side_stream(self, config: MoKConfig, kind: str) -> torch.cuda.Stream | None:
         if not self._has_side_stream(config, kind):
@@ -276,11 +277,9 @@ class CudaWorkspace(Launcher, SharedWorkspace):
             self._side = torch.cuda.Stream(self.torch_device)
         return self._side
 
-    def _num_sms(self, config: MoKConfig, stream: str | None) -> int:
-        """SMs for a kernel: all that are not reserved, or, beside the other stream's kernels, its share."""
-        num_sms = self.device.num_sms - config.num_reserved_sms
-        num_comm_sms = config.fwd_num_comm_sms or 0
-        return max(1, num_sms if stream is None else num_comm_sms if stream == "comm" else num_sms - num_comm_sms)
+    def _num_sms(self, config: MoKConfig) -> int:
+        """SMs that are not reserved."""
+        return max(1, self.device.num_sms - config.num_reserved_sms)
 
     @contextmanager
     def _timer(self, kernel: str, stream: torch.cuda.Stream) -> Iterator[None]:

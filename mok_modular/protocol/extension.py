@@ -1,0 +1,115 @@
+"""The compiled host target: which file it is loaded from, and whether it was compiled from these sources.
+
+An installed package holds its extension. A source tree has none, unless it was built in place: it takes the one that is
+installed in the same environment, or that an editable install has put there, if it was compiled from the same sources
+as the tree has under csrc/.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import shlex
+import sys
+from collections.abc import Iterable
+from functools import cache
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
+
+NAME = "mok_modular._host"
+PACKAGE = Path(__file__).resolve().parents[1]
+SOURCE_SUFFIXES = (".cpp", ".cu", ".h")
+
+
+class ExtensionError(ImportError):
+    """The extension cannot be used: `reason`, and `mend`, the command that helps."""
+
+    def __init__(self, reason: str, mend: str) -> None:
+        super().__init__(f"{reason}; {mend}")
+        self.reason, self.mend = reason, mend
+
+
+def extension() -> Any:
+    """The compiled host target, loaded once.
+
+    Raises ExtensionError where there is none, where it does not load, or where it was compiled from other sources than
+    those of this source tree.
+    """
+    if sys.modules.get(NAME) is None:
+        sys.modules[NAME] = _load(PACKAGE)
+    return sys.modules[NAME]
+
+
+def source_dir(package: Path = PACKAGE) -> Path:
+    """Where csrc/ is: in the installed package, or beside it in a source tree. Raises FileNotFoundError."""
+    for candidate in (package / "csrc", package.parent / "csrc"):
+        if (candidate / "layout.h").is_file():
+            return candidate
+    raise FileNotFoundError(f"the device sources (csrc/) are neither in {package} nor beside it")
+
+
+@cache
+def source_hash(root: Path) -> str:
+    """The hash of the sources below `root`, 16 digits: what CMakeLists.txt compiles into the extension."""
+    return hash_files(root, (path for path in root.rglob("*") if path.suffix in SOURCE_SUFFIXES))
+
+
+def hash_files(root: Path, paths: Iterable[Path]) -> str:
+    """A hash of the contents of files and of their names below `root`, 16 digits. The order does not matter."""
+    by_name = {path.relative_to(root).as_posix(): path for path in paths}
+    lines = [f"{hashlib.sha256(by_name[name].read_bytes()).hexdigest()}  {name}\n" for name in sorted(by_name)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+
+
+# ---- loading ----
+
+
+def _load(package: Path) -> Any:
+    """The extension of `package`, its own or the installed one."""
+    tree = package.parent if (package.parent / "CMakeLists.txt").is_file() else None
+    spec, is_editable = _find(package, is_tree=tree is not None)
+    mend = f"install it with a C++20 compiler on PATH: {_install(tree, is_editable)}"
+    if spec is None or spec.loader is None or spec.origin is None:
+        if tree is None:
+            raise ExtensionError(f"{package} has no compiled extension for this Python, {sys.executable}", mend)
+        raise ExtensionError(
+            f"{package} is a source tree without a compiled extension, and no other mok_modular is installed for "
+            f"{sys.executable}",
+            mend,
+        )
+    is_own = Path(spec.origin).parent.resolve() == package
+    try:
+        module: Any = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        compiled_hash = module.build_info()["hash"]
+    except (ImportError, AttributeError) as error:
+        if is_own and tree is not None:
+            mend = f"build it in place again, or delete it and {mend}"
+        raise ExtensionError(f"{spec.origin} does not load ({error})", mend) from error
+    if not is_own and compiled_hash != (own_hash := source_hash(source_dir(package))):
+        raise ExtensionError(
+            f"{package} is a source tree without a compiled extension, and the installed one, {spec.origin}, was "
+            f"compiled from other sources (hash {compiled_hash}; {source_dir(package)} has {own_hash})",
+            mend,
+        )
+    return module
+
+
+def _find(package: Path, *, is_tree: bool) -> tuple[ModuleSpec | None, bool]:
+    """In `package` or where an editable install has it; for a source tree, then in the installed packages. Also whether
+    it is an editable install."""
+    if NAME in sys.modules:  # None: it must not be imported
+        return None, False
+    found = importlib.util.find_spec(NAME)
+    if found is not None:
+        return found, found.origin is not None and Path(found.origin).parent.resolve() != package
+    if is_tree:
+        found = PathFinder.find_spec(NAME, [str(Path(folder) / package.name) for folder in sys.path])
+    return found, False
+
+
+def _install(tree: Path | None, is_editable: bool) -> str:
+    """The command that compiles and installs the extension; for a package of unknown origin, to be run in a clone."""
+    words = [sys.executable, "-m", "pip", "install", "--force-reinstall", "--no-deps"]
+    return shlex.join([*words, *(["-e"] if is_editable else []), str(tree or ".")])
