@@ -1,4 +1,5 @@
-"""The compiled host target: which file it is loaded from, and whether it was compiled from these sources.
+"""The compiled host target: which file it is loaded from, whether it was compiled from these sources, and for this
+processor.
 
 An installed package holds its extension. A source tree has none, unless it was built in place: it takes the one that is
 installed in the same environment, or that an editable install has put there, if it was compiled from the same sources
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import platform
 import shlex
 import sys
 from collections.abc import Iterable
@@ -33,8 +35,8 @@ class ExtensionError(ImportError):
 def extension() -> Any:
     """The compiled host target, loaded once.
 
-    Raises ExtensionError where there is none, where it does not load, or where it was compiled from other sources than
-    those of this source tree.
+    Raises ExtensionError where there is none, where it does not load, where it was compiled from other sources than
+    those of this source tree, or for a processor that has instructions which this one lacks.
     """
     if sys.modules.get(NAME) is None:
         sys.modules[NAME] = _load(PACKAGE)
@@ -79,6 +81,7 @@ def _load(package: Path) -> Any:
             mend,
         )
     is_own = Path(spec.origin).parent.resolve() == package
+    _check_processor(Path(spec.origin), mend, _install(tree, is_editable))
     try:
         module: Any = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -94,6 +97,33 @@ def _load(package: Path) -> Any:
             mend,
         )
     return module
+
+
+def _check_processor(path: Path, mend: str, install: str) -> None:
+    """Of the extension at `path`, which is not loaded yet: an instruction that is missing would end the process."""
+    probe = path.with_name(path.name.replace("_host.", "_host_processor.", 1))
+    try:
+        missing, flags = _missing_instructions(probe)
+    except (ImportError, AttributeError) as error:
+        raise ExtensionError(f"{probe} does not load ({error})", mend) from error
+    if missing:
+        raise ExtensionError(
+            f"{path} was compiled for another processor: it may use {', '.join(missing)}, which this one "
+            f"({platform.machine()}) does not have (flags: {flags})",
+            f"compile it on this machine: {install}; or once for every machine that has AVX2: {install} "
+            "-Ccmake.define.MOK_HOST_ARCH=x86-64-v3",
+        )
+
+
+def _missing_instructions(probe: Path) -> tuple[list[str], str]:
+    """The instruction sets that the extension may use and this processor lacks, and the extension's flags."""
+    spec = importlib.util.spec_from_file_location(f"{NAME}_processor", probe)
+    if spec is None or spec.loader is None:
+        raise ImportError("no such module")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    here = set(module.here())
+    return [name for name in module.built_for() if name not in here], module.flags()
 
 
 def _find(package: Path, *, is_tree: bool) -> tuple[ModuleSpec | None, bool]:
