@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import platform
 import shlex
 import sys
 from collections.abc import Iterable
@@ -22,6 +21,14 @@ from typing import Any
 NAME = "mok_modular._host"
 PACKAGE = Path(__file__).resolve().parents[1]
 SOURCE_SUFFIXES = (".cpp", ".cu", ".h")
+
+LEVELS = {
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "x86-64-v3": {"avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe"},
+    "x86-64-v2": {"popcnt", "sse3", "sse4_1", "sse4_2", "ssse3"},
+    "x86-64": set[str](),
+}
+"""What compilers call the processors of several years, from the newest; each has what follows too."""
 
 
 class ExtensionError(ImportError):
@@ -103,27 +110,29 @@ def _check_processor(path: Path, mend: str, install: str) -> None:
     """Of the extension at `path`, which is not loaded yet: an instruction that is missing would end the process."""
     probe = path.with_name(path.name.replace("_host.", "_host_processor.", 1))
     try:
-        missing, flags = _missing_instructions(probe)
+        missing, flags, level = _missing_instructions(probe)
     except (ImportError, AttributeError) as error:
         raise ExtensionError(f"{probe} does not load ({error})", mend) from error
     if missing:
         raise ExtensionError(
-            f"{path} was compiled for another processor: it may use {', '.join(missing)}, which this one "
-            f"({platform.machine()}) does not have (flags: {flags})",
-            f"compile it on this machine: {install}; or once for every machine that has AVX2: {install} "
-            "-Ccmake.define.MOK_HOST_ARCH=x86-64-v3",
+            f"{path} was compiled for another processor: it may use {', '.join(missing)}, which this one does not have "
+            f"(flags: {flags})",
+            f"compile it on this machine: {install}; or once for all {level} processors: {install} "
+            f"-Ccmake.define.MOK_HOST_ARCH={level}",
         )
 
 
-def _missing_instructions(probe: Path) -> tuple[list[str], str]:
-    """The instruction sets that the extension may use and this processor lacks, and the extension's flags."""
+def _missing_instructions(probe: Path) -> tuple[list[str], str, str]:
+    """The instruction sets that the extension may use and this processor lacks, the extension's flags, and the highest
+    of LEVELS that this processor has."""
     spec = importlib.util.spec_from_file_location(f"{NAME}_processor", probe)
     if spec is None or spec.loader is None:
         raise ImportError("no such module")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     here = set(module.here())
-    return [name for name in module.built_for() if name not in here], module.flags()
+    level = next(name for name, needed in LEVELS.items() if needed <= here)
+    return [name for name in module.built_for() if name not in here], module.flags(), level
 
 
 def _find(package: Path, *, is_tree: bool) -> tuple[ModuleSpec | None, bool]:
