@@ -3,78 +3,11 @@
 #pragma once
 
 #include "numeric.h"
+#include "protocol/roster.h"
 
 namespace mok {
 
 constexpr int kMaxRanks = 128;
-
-// ---- stages, in data-flow order -------------------------------------------------------------
-
-enum class Stage : int32 {
-  // Those that work window by window through the ring. Their numbers are the bits of a group mask.
-  // A forward's five, which a plan distributes over kernels; a backward repeats the first two where it replays.
-  dispatch,
-  gate_up,
-  swiglu,
-  down,
-  combine,
-  // A backward's five, which mirror them, and the weight gradients, in MXFP8 behind a quantization of their operands.
-  reverse_combine,
-  down_dgrad,
-  swiglu_backward,
-  gate_up_dgrad,
-  reverse_dispatch,
-  quantize,
-  wgrad,
-  // The rest: always first or last, never between.
-  schedule,
-  publish,
-  shared_gate_up,
-  shared_down,
-  shared_down_dgrad,
-  shared_gate_up_dgrad,
-  shared_wgrad,
-  reduce,
-  kCount,
-};
-constexpr int kNumWindowed = 12;
-constexpr int kNumStages = static_cast<int>(Stage::kCount);
-
-constexpr const char* stage_name(Stage stage) {
-  constexpr const char* kNames[kNumStages] = {"dispatch",
-                                              "gate_up",
-                                              "swiglu",
-                                              "down",
-                                              "combine",
-                                              "reverse_combine",
-                                              "down_dgrad",
-                                              "swiglu_backward",
-                                              "gate_up_dgrad",
-                                              "reverse_dispatch",
-                                              "quantize",
-                                              "wgrad",
-                                              "schedule",
-                                              "publish",
-                                              "shared_gate_up",
-                                              "shared_down",
-                                              "shared_down_dgrad",
-                                              "shared_gate_up_dgrad",
-                                              "shared_wgrad",
-                                              "reduce"};
-  return kNames[static_cast<int>(stage)];
-}
-
-// A set of windowed stages: what one kernel holds.
-using Group = uint32;
-constexpr Group group_bit(Stage stage) { return 1u << static_cast<int>(stage); }
-constexpr bool holds(Group group, Stage stage) { return (group & group_bit(stage)) != 0; }
-// All stages from one to another.
-constexpr Group group_of(Stage first, Stage last) {
-  return (2u << static_cast<int>(last)) - (1u << static_cast<int>(first));
-}
-constexpr Group kWholeForward = group_of(Stage::dispatch, Stage::combine);
-constexpr Group kReplay = group_of(Stage::dispatch, Stage::gate_up);
-constexpr Group kWholeBackward = kReplay | group_of(Stage::reverse_combine, Stage::wgrad);
 
 // ---- sizes ----------------------------------------------------------------------------------
 
@@ -91,6 +24,10 @@ constexpr int kDownCols = MOK_TILE_COLS;
 // A weight gradient's tile: rows and columns of the weight.
 constexpr int kWgradRows = 128;
 constexpr int kWgradCols = MOK_TILE_COLS;
+// The carry's unit, the same for every target: Python asks the host's build how much memory a GPU's kernels need. A tile
+// of weight gradients is one of them or several side by side.
+constexpr int kCarryRows = 128, kCarryCols = 128;
+static_assert(kWgradRows == kCarryRows && kWgradCols % kCarryCols == 0);
 // Columns that are reduced together, in a fixed tree: of a router gradient, and of an MX block.
 constexpr int kLaneCols = 32;
 
@@ -137,8 +74,8 @@ struct Shape {
   // Two neighbouring windows hold more than a minibatch together, hence the bound.
   MOK_DEVICE int32 max_windows() const { return max_generations() * (2 * slots_per_ring() + 2); }
   MOK_DEVICE int32 token_blocks() const { return ceil_div(max_tokens, row_block()); }
-  // A split backward has nine kernels a generation: a replay's two, five that mirror the forward's, quantize, wgrad.
-  MOK_DEVICE int32 max_launches() const { return 8 + 9 * max_generations(); }
+  // At most every stage that is not windowed, and per generation every stage of a pass: a split plan's kernels.
+  MOK_DEVICE int32 max_launches() const { return kNumStages - kNumWindowed + kMaxWindowedOfPass * max_generations(); }
   MOK_DEVICE int32 chunks_per_rank() const { return static_cast<int32>(ceil_div(max_routes(), int64{kScheduleChunk})); }
   MOK_DEVICE bool is_ring_complete() const { return ring_rows >= capacity_rows; }
 };
@@ -181,7 +118,7 @@ enum class Region : int32 {
   router_partials,  // float [ring_rows, I / 32]   a row's d_router by groups of columns
   shared_d_gate,    // bf16 [max_tokens, S]
   shared_d_up,      // bf16 [max_tokens, S]
-  carry,            // float [tiles, 128, 128]     weight gradients of the expert that goes on in the next macrobatch
+  carry,            // float [units, 128, 128]     weight gradients of the expert that goes on in the next macrobatch
   counters,         // Word [2 banks, ...]           signals inside a rank, tickets
   epochs,           // Epochs
   histogram,        // int32 [R * (chunks + 1), E]   schedule only: prefixes by chunk, then totals
@@ -209,67 +146,18 @@ struct Epochs {
 
 // ---- signals --------------------------------------------------------------------------------
 
-// The edges of the protocol (protocol/README.md tells who waits for whom, and why).
-enum class Edge : int32 {
-  // across ranks: words with one writer, SET to an epoch
-  entered,
-  topk_ready,
-  input_ready,
-  done,
-  x_arrived,
-  y_arrived,
-  // inside a rank: counters, added to, cleared by the next call but one
-  x_ready,
-  gate_up_ready,
-  hidden_ready,
-  y_ready,
-  slot_free,
-  shared_hidden_ready,
-  shared_ready,
-  d_y_ready,
-  d_hidden_ready,
-  d_gate_up_ready,
-  d_x_ready,
-  segment_ready,
-  carry_done,
-  shared_d_gate_up_ready,
-  published,
-  pushed,
-  tickets,
-  exited,
-  // inside a rank, of a schedule: banks by the schedule epoch
-  ids_pushed,
-  ids_counted,
-  laid_out,
-  schedule_tickets,
-  schedule_exited,
-  kCount,
-};
-constexpr int kNumEdges = static_cast<int>(Edge::kCount);
-
-constexpr const char* edge_name(Edge edge) {
-  constexpr const char* kNames[kNumEdges] = {
-      "entered",        "topk_ready",    "input_ready",    "done",
-      "x_arrived",      "y_arrived",     "x_ready",        "gate_up_ready",
-      "hidden_ready",   "y_ready",       "slot_free",      "shared_hidden_ready",
-      "shared_ready",   "d_y_ready",     "d_hidden_ready", "d_gate_up_ready",
-      "d_x_ready",      "segment_ready", "carry_done",     "shared_d_gate_up_ready",
-      "published",      "pushed",        "tickets",        "exited",
-      "ids_pushed",     "ids_counted",   "laid_out",       "schedule_tickets",
-      "schedule_exited"};
-  return kNames[static_cast<int>(edge)];
-}
-constexpr bool is_cross_rank(Edge edge) { return edge <= Edge::y_arrived; }
-constexpr bool is_schedule_edge(Edge edge) { return edge >= Edge::ids_pushed || edge == Edge::topk_ready; }
-
 // Tiles of an expert's three weight gradients.
 MOK_DEVICE int32 num_wgrad_tiles(int32 hidden_size, int32 width) {
   return 2 * ceil_div(width, kWgradRows) * ceil_div(hidden_size, kWgradCols) +
          ceil_div(hidden_size, kWgradRows) * ceil_div(width, kWgradCols);
 }
-// Only an expert whose rows go on in the next macrobatch leaves a carry.
-MOK_DEVICE int32 num_carry_tiles(const Shape& s) {
-  return s.has_backward && !s.is_ring_complete() ? num_wgrad_tiles(s.hidden_size, s.intermediate_size) : 0;
+// Units of the carry of one expert; only one whose rows go on in the next macrobatch leaves a carry.
+MOK_DEVICE int32 num_carry_units(int32 hidden_size, int32 width) {
+  return 2 * ceil_div(width, kCarryRows) * ceil_div(hidden_size, kCarryCols) +
+         ceil_div(hidden_size, kCarryRows) * ceil_div(width, kCarryCols);
+}
+MOK_DEVICE int32 num_carry_units(const Shape& s) {
+  return s.has_backward && !s.is_ring_complete() ? num_carry_units(s.hidden_size, s.intermediate_size) : 0;
 }
 
 // The counters of Edge::tickets that every launch has: one for each order that its workers draw from.
@@ -286,79 +174,65 @@ MOK_DEVICE int64 ticket_index(int32 launch_idx, Tickets tickets) {
 }
 
 // How many counters an edge has in one bank (for edges inside a rank).
-MOK_DEVICE int64 num_counters(Edge edge, const Shape& s) {
-  switch (edge) {
-    case Edge::x_ready:
-    case Edge::gate_up_ready:
-    case Edge::hidden_ready:
-    case Edge::y_ready:
-      return s.capacity_blocks();
-    case Edge::slot_free:
-      return int64{s.max_generations()} * s.slots_per_ring();
-    case Edge::shared_hidden_ready:
-    case Edge::shared_ready:
-      return s.token_blocks();
-    case Edge::d_y_ready:
-    case Edge::d_hidden_ready:
-    case Edge::d_gate_up_ready:
-    case Edge::d_x_ready:
-      return s.has_backward ? s.capacity_blocks() : 0;
-    case Edge::segment_ready:
-      return s.has_backward ? int64{s.max_generations()} * s.num_local_experts : 0;
-    case Edge::carry_done:
-      return int64{s.max_generations()} * num_carry_tiles(s);
-    case Edge::shared_d_gate_up_ready:
-      return s.has_backward ? s.token_blocks() : 0;
-    case Edge::pushed:
-      return s.is_push_dispatch ? int64{s.num_ranks} * s.capacity_blocks() : 0;
-    case Edge::tickets:
-      return ticket_index(s.max_launches(), Tickets::tasks);
-    case Edge::exited:
-      return s.max_launches();
-    case Edge::schedule_tickets:
-      return 2;
-    case Edge::published:
-    case Edge::ids_pushed:
-    case Edge::ids_counted:
-    case Edge::laid_out:
-    case Edge::schedule_exited:
+inline int64 num_counters(const EdgeRow& row, const Shape& s) {
+  if (row.scope != Scope::rank || (row.pass == Pass::backward && !s.has_backward)) return 0;
+  switch (row.cells) {
+    case Cells::one:
       return 1;
+    case Cells::two:
+      return 2;
+    case Cells::row_blocks:
+    case Cells::row_blocks_or_slots:
+      return s.capacity_blocks();
+    case Cells::slots:
+      return int64{s.max_generations()} * s.slots_per_ring();
+    case Cells::token_blocks:
+      return s.token_blocks();
+    case Cells::segments:
+      return int64{s.max_generations()} * s.num_local_experts;
+    case Cells::carries:
+      return int64{s.max_generations()} * num_carry_units(s);
+    case Cells::owner_blocks:
+      return s.is_push_dispatch ? int64{s.num_ranks} * s.capacity_blocks() : 0;
+    case Cells::launches:
+      return s.max_launches();
+    case Cells::launch_tickets:
+      return ticket_index(s.max_launches(), Tickets::tasks);
     default:
       return 0;
   }
 }
 // Calls and schedules clear their banks apart, so their counters stand apart: [call, call', schedule, schedule'].
-MOK_DEVICE int64 bank_size(bool is_schedule, const Shape& s) {
+inline int64 bank_size(bool is_schedule, const Shape& s) {
   int64 total = 0;
   for (int edge = 0; edge < kNumEdges; ++edge)
-    if (is_schedule_edge(static_cast<Edge>(edge)) == is_schedule) total += num_counters(static_cast<Edge>(edge), s);
+    if (is_schedule_edge(static_cast<Edge>(edge)) == is_schedule) total += num_counters(kEdges[edge], s);
   return total;
 }
-MOK_DEVICE int64 bank_start(bool is_schedule, int parity, const Shape& s) {
+inline int64 bank_start(bool is_schedule, int parity, const Shape& s) {
   return (is_schedule ? 2 * bank_size(false, s) : 0) + parity * bank_size(is_schedule, s);
 }
-MOK_DEVICE int64 counter_offset(Edge edge, int parity, const Shape& s) {
+inline int64 counter_offset(Edge edge, int parity, const Shape& s) {
   int64 offset = bank_start(is_schedule_edge(edge), parity, s);
   for (int before = 0; before < static_cast<int>(edge); ++before)
     if (is_schedule_edge(static_cast<Edge>(before)) == is_schedule_edge(edge))
-      offset += num_counters(static_cast<Edge>(before), s);
+      offset += num_counters(kEdges[before], s);
   return offset;
 }
 
-// Cross-rank words in Region::words: entered[2][R], topk_ready[R], input_ready[R], done[2][R], abort[R].
+// Cross-rank words in Region::words: of each edge one or two (by parity) from every rank, then abort[R].
 MOK_DEVICE int64 word_offset(Edge edge, int parity, int src_rank, const Shape& s) {
   switch (edge) {
-    case Edge::entered:
-      return int64{parity} * s.num_ranks + src_rank;
-    case Edge::topk_ready:
-      return int64{2} * s.num_ranks + src_rank;
-    case Edge::input_ready:
-      return int64{3} * s.num_ranks + src_rank;
+#define MOK_WORD_CASE(name, scope, epoch, cells, ...) \
+  case Edge::name:                                    \
+    return int64{words_before(Edge::name) + (Cells::cells == Cells::two_words ? parity : 0)} * s.num_ranks + src_rank;
+    MOK_EDGES(MOK_WORD_CASE)
+#undef MOK_WORD_CASE
     default:
-      return int64{4 + parity} * s.num_ranks + src_rank;  // done
+      return 0;
   }
 }
-MOK_DEVICE int64 abort_offset(int src_rank, const Shape& s) { return int64{6} * s.num_ranks + src_rank; }
+MOK_DEVICE int64 abort_offset(int src_rank, const Shape& s) { return int64{kNumWords} * s.num_ranks + src_rank; }
 
 MOK_DEVICE int64 region_bytes(Region region, const Shape& s) {
   const int64 bf16_bytes = sizeof(bf16), float_bytes = sizeof(float), word_bytes = sizeof(Word), ranks = s.num_ranks;
@@ -379,7 +253,7 @@ MOK_DEVICE int64 region_bytes(Region region, const Shape& s) {
     case Region::num_tokens:
       return 2 * ranks * int64{sizeof(int32)};
     case Region::words:
-      return 7 * ranks * word_bytes;
+      return (kNumWords + 1) * ranks * word_bytes;
     case Region::arrivals:
       return (s.is_push_dispatch || s.is_pull_combine) ? 2 * ranks * s.capacity_blocks() * word_bytes : 0;
     case Region::ring_x:
@@ -407,7 +281,7 @@ MOK_DEVICE int64 region_bytes(Region region, const Shape& s) {
     case Region::shared_d_up:
       return s.has_backward ? s.max_tokens * bf16_bytes * s.shared_size : 0;
     case Region::carry:
-      return num_carry_tiles(s) * float_bytes * kWgradRows * kWgradCols;
+      return num_carry_units(s) * float_bytes * kCarryRows * kCarryCols;
     case Region::counters:
       return 2 * (bank_size(false, s) + bank_size(true, s)) * word_bytes;
     case Region::epochs:

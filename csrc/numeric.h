@@ -51,6 +51,12 @@ MOK_DEVICE bf16x8 pack(const Lanes8& lanes) {
   return vector;
 }
 
+// torch.clamp's comparisons: a NaN stays a NaN.
+MOK_DEVICE float clamp_above(float value, float limit) { return value > limit ? limit : value; }
+MOK_DEVICE float clamp_both(float value, float limit) {
+  return value > limit ? limit : value < -limit ? -limit : value;
+}
+
 // The sum of 32 neighbouring columns in a fixed tree: pairs; then the four pairs that are 8 columns apart; then
 // the four sums that are left. A warp's quad of lanes holds an accumulator row like that.
 MOK_DEVICE float sum_of_columns(const float (&values)[32]) {

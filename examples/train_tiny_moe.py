@@ -36,8 +36,6 @@ LEARNING_RATE, WARMUP_STEPS = 4e-3, 20
 NUM_CAPTURED_STEPS = 2
 INITIAL_LOSS_ABOVE, FINAL_LOSS_BELOW, TIME_LIMIT_S = 5.0, 2.3, 300.0
 
-MAIN_GRADS = ("w_shared_gate", "w_routed_gate", "w_shared_up", "w_routed_up", "w_shared_down", "w_routed_down")
-
 
 @dataclass(frozen=True)
 class Options:
@@ -66,10 +64,9 @@ class Report:
 class MoEBlock(nn.Module):
     """A softmax top-k router before the layer of E routed experts and a shared one."""
 
-    def __init__(self, member: mok.LocalMember, options: Options, layer_idx: int) -> None:
+    def __init__(self, member: mok.LocalMember, options: Options) -> None:
         super().__init__()
         self.router = nn.Linear(HIDDEN_SIZE, NUM_EXPERTS, bias=False)
-        torch.manual_seed(options.seed + 1000 * (layer_idx + 1))  # where the layer's weights start from
         self.moe = mok.MoE(
             HIDDEN_SIZE,
             EXPERT_SIZE,
@@ -111,7 +108,7 @@ class TinyMoE(nn.Module):
         self.embedding = nn.Embedding(NUM_BYTE_VALUES, HIDDEN_SIZE)
         self.conv = nn.Conv1d(HIDDEN_SIZE, HIDDEN_SIZE, CONV_WIDTH)
         self.attentions = nn.ModuleList(Attention() for _ in range(NUM_LAYERS))
-        self.moes = nn.ModuleList(MoEBlock(member, options, layer_idx) for layer_idx in range(NUM_LAYERS))
+        self.moes = nn.ModuleList(MoEBlock(member, options) for _ in range(NUM_LAYERS))
         self.head = nn.Linear(HIDDEN_SIZE, NUM_BYTE_VALUES)
         nn.init.zeros_(self.head.weight)
 
@@ -132,15 +129,14 @@ class Masters:
         self.shared: list[nn.Parameter] = []
         for block in model.moes:
             layer = block.moe
-            masters = []
-            for name in MAIN_GRADS:
-                weight = getattr(layer, name)
+            main_grads = {}
+            for name, weight in layer.named_parameters():
                 master = nn.Parameter(weight.detach().float())
-                master.grad = torch.zeros_like(master)
-                masters.append(master)
+                master.grad = main_grads[name] = torch.zeros_like(master)
                 self.pairs.append((weight, master))
-            layer.main_grads = [master.grad for master in masters]
-            self.shared += masters[::2]
+                if name.startswith("w_shared"):
+                    self.shared.append(master)
+            layer.main_grads = main_grads
 
     def parameters(self) -> list[nn.Parameter]:
         return [master for _, master in self.pairs]
@@ -241,17 +237,12 @@ def train_rank(model: TinyMoE, options: Options, tell: Callable[[str], None]) ->
 def train(options: Options, tell: Callable[[str], None] = lambda _: None) -> Report:
     """Trains on `options.num_ranks` CPU ranks; `tell` gets a line now and then."""
 
-    group = mok.LocalGroup(options.num_ranks)
-    models = []
-    for member in group.members:  # in turn: threads would share torch's generator
-        torch.manual_seed(options.seed)
-        models.append(TinyMoE(member, options))
-
     def rank_main(member: mok.LocalMember) -> Report:
-        rank = member.rank()
-        return train_rank(models[rank], options, tell if rank == 0 else lambda _: None)
+        torch.manual_seed(options.seed)  # what every rank has a copy of starts equal
+        model = TinyMoE(member, options)
+        return train_rank(model, options, tell if member.rank() == 0 else lambda _: None)
 
-    return group.run(rank_main)[0]
+    return mok.LocalGroup(options.num_ranks).run(rank_main)[0]
 
 
 def parse_options() -> tuple[Options, argparse.Namespace]:
@@ -261,9 +252,7 @@ def parse_options() -> tuple[Options, argparse.Namespace]:
     parser.add_argument("--ranks", type=int, default=2, help="CPU ranks (default %(default)s)")
     parser.add_argument("--mode", default="fused", help="fused, split or a plan string (default %(default)s)")
     parser.add_argument("--precision", choices=("bf16", "mxfp8"), default="bf16", help="of the experts' products")
-    parser.add_argument(
-        "--threads", type=int, default=2, help="CPU threads of all ranks together (default %(default)s)"
-    )
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads; ranks take turns (default %(default)s)")
     parser.add_argument("--capture", metavar="FILE", help="write the routing of the last steps to FILE")
     parser.add_argument("--json", action="store_true", help="print one JSON object; progress goes to stderr")
     args = parser.parse_args()
@@ -279,7 +268,7 @@ def main() -> int:
     options, args = parse_options()
     log = sys.stderr if args.json else sys.stdout
     start = time.perf_counter()
-    torch.set_num_threads(max(1, args.threads // options.num_ranks))
+    torch.set_num_threads(args.threads)
     report = train(options, lambda text: print(text, file=log, flush=True))
     elapsed_s = time.perf_counter() - start
     is_learned = report.initial_loss > INITIAL_LOSS_ABOVE and report.final_loss < FINAL_LOSS_BELOW

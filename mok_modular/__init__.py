@@ -7,6 +7,7 @@ with the same bits. See README.md for ten lines that run, docs/design.md for how
 from mok_modular import functional, ops, reference, stages, testing
 from mok_modular.calls.workspace import Workspace
 from mok_modular.config import PRESETS, MoEShape, MoKConfig
+from mok_modular.copies import broadcast_copies, clip_grad_norm_
 from mok_modular.functional import MoKForwardContext, MoKSchedule
 from mok_modular.layer import MoE
 from mok_modular.protocol.errors import MoKDeadlockError, MoKPeerError, MoKSignalError, MoKTimeoutError
@@ -33,7 +34,9 @@ __all__ = [
     "Plan",
     "Routing",
     "Workspace",
+    "broadcast_copies",
     "capture_routing",
+    "clip_grad_norm_",
     "functional",
     "load_routing",
     "ops",

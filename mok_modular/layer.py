@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from mok_modular import torch_ops
-from mok_modular.calls.checks import check_inputs, check_mxfp8_sizes
+from mok_modular.calls.checks import check_inputs, check_mxfp8_sizes, check_swiglu_limit
 from mok_modular.calls.collective import tell_peers_of_layer
 from mok_modular.calls.precision import PRECISIONS
 from mok_modular.calls.values import ROUTED_WEIGHTS, SHARED_WEIGHTS
 from mok_modular.calls.workspace import Workspace
+from mok_modular.parameters import draw, experts_entry, other_experts
 from mok_modular.protocol.config import MoKConfig
 from mok_modular.protocol.shapes import MAX_TOPK, MoEShape
 from mok_modular.ranks.group import as_member
+from mok_modular.ranks.member import Member
+from mok_modular.torch_func import call_layer
+
+_layers: WeakSet[MoE] = WeakSet()
 
 
 class MoE(nn.Module):
@@ -24,7 +30,9 @@ class MoE(nn.Module):
 
     This rank owns experts rank*El .. (rank+1)*El - 1, El = num_experts / R. Parameters (bf16): w_routed_gate and
     w_routed_up [El, I, H], w_routed_down [El, H, I]; w_shared_gate, w_shared_up [S, H], w_shared_down [H, S] where
-    shared_intermediate_size = S > 0. Expert e starts from the same values whatever R is, by torch.initial_seed().
+    shared_intermediate_size = S > 0. They live on the group's device, or on meta inside `with torch.device("meta")`.
+    How they start: `reset_parameters`. Every rank has a copy of the shared expert; the first call raises ValueError on
+    all ranks where the copies differ. A state dict says which experts it holds: `get_extra_state`.
 
     group: a LocalMember, a LocalGroup of one rank or a torch ProcessGroup. precision: "bf16", or "mxfp8": the routed
     experts' products have MXFP8 operands in both passes, parameters and gradients stay bf16; H, I and S are multiples
@@ -33,9 +41,10 @@ class MoE(nn.Module):
     (`layer.workspace.grow` makes room).
 
     Differentiable on CPU ranks, for x, router_weights and the parameters: several calls in flight, checkpointing,
-    retain_graph, torch.compile. A backward is collective as a forward is: every rank makes the same ones in the same
-    order, on the schedule of their forward. Without gradients (torch.no_grad, or nothing requires any) no context is
-    kept. `main_grads`: see there.
+    retain_graph, torch.compile, torch.export, torch.func.grad and vjp. Forward-mode derivatives, vmap and second
+    derivatives raise NotImplementedError. A backward is collective as a forward is: every rank makes the same ones in
+    the same order, on the schedule of their forward. Without gradients (torch.no_grad, or nothing requires any) no
+    context is kept. `main_grads`: see there.
 
     Raises TypeError or ValueError that names the argument, the value and the rule.
     """
@@ -56,46 +65,53 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         # MoEShape checks every size and names the one that is wrong.
-        self.shape = MoEShape("layer", hidden_size, intermediate_size, num_experts, topk, shared_intermediate_size)
-        self.member = as_member(group)
-        self.config = config if config is not None else MoKConfig()
-        if not isinstance(self.config, MoKConfig):
+        shape = MoEShape("layer", hidden_size, intermediate_size, num_experts, topk, shared_intermediate_size)
+        member = as_member(group)
+        if config is None:
+            config = MoKConfig()
+        if not isinstance(config, MoKConfig):
             raise TypeError(f"config must be a MoKConfig, got {type(config).__name__}")
         if precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}")
         if precision == "mxfp8":
-            check_mxfp8_sizes(vars(self.shape), self.member.group.device)
-        elif self.config.wire != "bf16":
-            raise ValueError(f"config.wire={self.config.wire!r} needs precision='mxfp8', got {precision!r}")
-        if num_experts % self.member.size():
+            check_mxfp8_sizes(vars(shape), member.group.device)
+        elif config.wire != "bf16":
+            raise ValueError(f"config.wire={config.wire!r} needs precision='mxfp8', got {precision!r}")
+        if num_experts % member.size():
             raise ValueError(
                 f"num_experts must be divisible by the number of ranks, got {num_experts} experts on "
-                f"{self.member.size()} ranks"
+                f"{member.size()} ranks"
             )
         if not 1 <= topk <= MAX_TOPK:
             raise ValueError(f"topk must be 1 to {MAX_TOPK}, got {topk}")
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
-        self.num_experts = num_experts
-        self.num_local_experts = num_experts // self.member.size()
-        self.topk = topk
-        self.shared_intermediate_size = shared_intermediate_size
-        self.precision = precision
-        self.swiglu_limit = swiglu_limit
-        self._is_on_cpu = torch.device(self.member.group.device).type == "cpu"
+        check_swiglu_limit(swiglu_limit)
+        # Before anything that holds the member: who pickles the layer meets this first, and it says what to do instead.
         self._state = torch_ops.LayerState(
-            self.member,
-            self.config,
+            member,
+            config,
             hidden_size,
             topk,
-            self.num_local_experts,
+            num_experts // member.size(),
             swiglu_limit,
             num_local_tokens,
             precision,
         )
+        self.shape = shape
+        self.config = config
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_experts = num_experts
+        self.num_local_experts = num_experts // member.size()
+        self.topk = topk
+        self.shared_intermediate_size = shared_intermediate_size
+        self.precision = precision
+        self.swiglu_limit = swiglu_limit
+        self._is_on_cpu = torch.device(member.group.device).type == "cpu"
+        # An explicit device overrides `with torch.device("meta")`.
+        device = "meta" if torch.get_default_device().type == "meta" else member.group.device
 
         def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device=self.member.group.device))
+            return nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device=device))
 
         local, wide, inner, shared = (
             self.num_local_experts,
@@ -110,20 +126,17 @@ class MoE(nn.Module):
         self.w_shared_up = parameter(shared, wide) if shared else None
         self.w_shared_down = parameter(wide, shared) if shared else None
         self.reset_parameters()
+        _layers.add(self)
 
     def reset_parameters(self) -> None:
-        """Normal weights of standard deviation 1/sqrt(fan-in); expert by expert, so that they do not depend on R."""
-        seed = torch.initial_seed()
-        first = self.member.rank() * self.num_local_experts
-        with torch.no_grad():
-            for local in range(self.num_local_experts):
-                generator = torch.Generator().manual_seed((seed + 7919 * (first + local + 1)) % 2**63)
-                for weight in (self.w_routed_gate, self.w_routed_up, self.w_routed_down):
-                    _fill(weight[local], generator)
-            generator = torch.Generator().manual_seed(seed % 2**63)
-            for shared in (self.w_shared_gate, self.w_shared_up, self.w_shared_down):
-                if shared is not None:
-                    _fill(shared, generator)
+        """Normal weights of standard deviation 1/sqrt(fan-in), from one number of torch's default CPU generator.
+
+        As with torch.nn.Linear, the same torch.manual_seed gives the same values, and another call gives others. Ranks
+        that draw the same number get the same shared expert, and the same expert e whatever R is. Where scripts seed by
+        rank, the experts of a rank follow its seed, and mok.broadcast_copies makes the shared expert the same.
+        DTensors are filled without communication. Parameters on meta stay as they are; if all are, nothing is drawn.
+        """
+        draw(dict(self.named_parameters(recurse=False)), self.local_experts)
 
     def forward(self, x: Tensor, expert_ids: Tensor, router_weights: Tensor) -> Tensor:
         """x [T, H] bf16, expert_ids [T, K] int32 or int64 (-1 = no route), router_weights [T, K] float32 -> [T, H]
@@ -135,25 +148,24 @@ class MoE(nn.Module):
         )
         if needs_grad and not self._is_on_cpu:
             raise RuntimeError("there is no backward on GPUs yet: call the layer under torch.no_grad()")
-        state = self._state
-        expert_ids = expert_ids.contiguous()
-        schedule = torch_ops.build_schedule(expert_ids, state.handle)
-        output, *_ = torch_ops.forward(
-            x.contiguous(),
-            router_weights.contiguous(),
-            *weights,
-            list(schedule),
-            expert_ids,
-            state.handle,
-            needs_grad,
-            state.main_grads is not None,
-        )
-        return output
+        tensors = (x.contiguous(), router_weights.contiguous(), *weights)
+        return call_layer(self._state, tensors, expert_ids.contiguous(), saves_context=needs_grad)
 
     def _weights(self) -> tuple[Tensor | None, ...]:
         """In the order of functional.forward."""
         shared = (self.w_shared_gate, self.w_shared_up, self.w_shared_down)
         return (*shared, self.w_routed_gate, self.w_routed_up, self.w_routed_down)
+
+    @property
+    def member(self) -> Member:
+        """This rank of the layer's group."""
+        return self._state.member
+
+    @property
+    def local_experts(self) -> range:
+        """The experts that this rank owns."""
+        first = self.member.rank() * self.num_local_experts
+        return range(first, first + self.num_local_experts)
 
     @property
     def num_local_tokens(self) -> int | None:
@@ -166,19 +178,30 @@ class MoE(nn.Module):
         return self._state.recorders
 
     @property
-    def main_grads(self) -> tuple[Tensor | None, ...] | None:
-        """Where backward adds the gradients of the weights, in place of their `.grad`: six tensors (bf16 or fp32) of
-        the weights' shapes, shared gate, routed gate, shared up, routed up, shared down, routed down (None for those of
-        a shared expert that is not there). Set before the forward; None: gradients are returned as ever.
+    def main_grads(self) -> dict[str, Tensor] | None:
+        """Where backward adds the gradients of the weights, in place of their `.grad`: a tensor of its shape for every
+        parameter's name, all bf16 or all fp32. Set before the forward; None: gradients are returned as ever.
+
+            layer.main_grads = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in layer.named_parameters()}
 
         The addition is one fp32 add a value; an expert without rows leaves its part untouched. torch.compile does not
         see it: there x or router_weights must require a gradient too.
+
+        Raises TypeError for what is no mapping, ValueError for other names; the backward, for other dtypes and shapes.
         """
         return self._state.main_grads
 
     @main_grads.setter
-    def main_grads(self, main_grads: Sequence[Tensor | None] | None) -> None:
-        self._state.main_grads = None if main_grads is None else tuple(main_grads)
+    def main_grads(self, main_grads: Mapping[str, Tensor] | None) -> None:
+        if main_grads is None:
+            self._state.main_grads = None
+            return
+        if not isinstance(main_grads, Mapping):
+            raise TypeError(f"main_grads must map names of parameters to tensors, got {type(main_grads).__name__}")
+        names = {name for name, _ in self.named_parameters(recurse=False)}
+        if set(main_grads) != names:
+            raise ValueError(f"main_grads must have the names {sorted(names)}, got {sorted(map(str, main_grads))}")
+        self._state.main_grads = dict(main_grads)
 
     def _check_tensors(self, **tensors: Any) -> None:
         """What would fail before the first collective call: the peers hear of it all the same."""
@@ -198,6 +221,45 @@ class MoE(nn.Module):
         """
         return self._state.workspace()
 
+    # ---- state dicts and copies ----
+
+    def get_extra_state(self) -> Tensor:
+        """Which experts a state dict holds: int64 [the first, how many, of how many], the entry `_extra_state`.
+
+        `load_state_dict` refuses other experts than this rank's by name, strict or not, and copies nothing of them. A
+        state dict without the entry is loaded where the shapes fit, strict or not.
+        """
+        return experts_entry(self.local_experts, self.num_experts)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing is left to do: it was compared before anything was copied."""
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        key = f"{prefix}_extra_state"
+        entry, gate = state_dict.get(key), state_dict.get(f"{prefix}w_routed_gate")
+        error = other_experts(entry, gate, self.local_experts, self.num_experts)
+        if error is not None:
+            error_msgs.append(f"{prefix.removesuffix('.') or type(self).__name__}: {error}.")
+            return
+        if entry is None:
+            state_dict = {**state_dict, key: self.get_extra_state()}
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _layers.add(self)
+
     def extra_repr(self) -> str:
         return (
             f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}, "
@@ -207,6 +269,16 @@ class MoE(nn.Module):
         )
 
 
-def _fill(weight: Tensor, generator: torch.Generator) -> None:
-    values = torch.randn(weight.shape, generator=generator) / weight.shape[-1] ** 0.5
-    weight.copy_(values)
+def live_layers() -> list[MoE]:
+    """Every layer of this process that has not been deleted."""
+    return list(_layers)
+
+
+def moe_layers(module: nn.Module) -> list[MoE]:
+    """The MoE layers that a module is or holds. Raises ValueError when there are none, or of several groups."""
+    layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
+    if not layers:
+        raise ValueError(f"module must be a MoE layer or hold one, got a {type(module).__name__} without any")
+    if len({id(layer.member) for layer in layers}) > 1:
+        raise ValueError("module must hold MoE layers of one group, got layers of several")
+    return layers

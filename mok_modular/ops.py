@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mok_modular.protocol.sizes import extension
+from mok_modular.protocol.extension import extension
 
 TILE = 128
 """M and N of an MXFP8 matrix are multiples of this: 128 rows by 4 scales are one tile of the scale layout."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mok_modular.layer import MoE
+from mok_modular.layer import MoE, moe_layers
 from mok_modular.protocol.shapes import MoEShape
 from mok_modular.routing import Routing, save_routing
 
@@ -67,11 +67,7 @@ def capture_routing(
 
 
 def _moe_layers(module: torch.nn.Module) -> list[MoE]:
-    layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
-    if not layers:
-        raise ValueError(f"module must be a MoE layer or hold one, got a {type(module).__name__} without any")
-    if len({id(layer.member) for layer in layers}) > 1:
-        raise ValueError("module must hold MoE layers of one group, got layers of several")
+    layers = moe_layers(module)
     sizes = sorted({(layer.num_experts, layer.topk) for layer in layers})
     if len(sizes) > 1:
         raise ValueError(f"module must hold MoE layers with one E and K, got (E, K) of {', '.join(map(str, sizes))}")

@@ -18,10 +18,14 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from mok_modular import functional
 from mok_modular.calls.checks import LAYER_NAMES
+from mok_modular.calls.copies import compare_copies
+from mok_modular.calls.functional_backward import MAIN_GRADS
 from mok_modular.calls.precision import pack_backward, pack_forward
+from mok_modular.calls.values import SHARED_WEIGHTS
 from mok_modular.calls.workspace import Workspace, agree_on_num_tokens, get_workspace
 from mok_modular.functional import MoKForwardContext, MoKSchedule
 from mok_modular.protocol.config import MoKConfig
@@ -38,7 +42,8 @@ class LayerState:
     """What the operators of one layer need beside tensors. A copy is a state of its own, of the same rank.
 
     handle: the tensor that names it. num_local_tokens: None until the ranks have agreed on it, in the first call.
-    main_grads: where weight gradients are added to instead of being returned. recorders: who listens to the routing.
+    main_grads: by parameter name, where weight gradients are added to instead of being returned. recorders: who listens
+    to the routing. are_copies_checked: whether a call has compared the ranks' copies of the shared expert.
     """
 
     def __init__(
@@ -60,7 +65,8 @@ class LayerState:
         self.swiglu_limit = swiglu_limit
         self.num_local_tokens = num_local_tokens
         self.precision = precision
-        self.main_grads: tuple[Tensor | None, ...] | None = None
+        self.main_grads: dict[str, Tensor] | None = None
+        self.are_copies_checked = False
         self.recorders: list[Recorder] = []
         key = next(_next_handle)
         self.handle = torch.tensor(key, dtype=torch.int64)
@@ -78,6 +84,14 @@ class LayerState:
             self.precision,
         )
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        first = self.member.rank() * self.num_local_experts
+        raise TypeError(
+            f"a MoE layer (hidden_size={self.hidden_size}, experts {first} to {first + self.num_local_experts - 1}, "
+            f"rank {self.member.rank()} of {self.member.size()}) cannot be pickled, since it belongs to the ranks of "
+            "this process: save its state_dict(), and load that into a layer that the other process makes"
+        )
+
     def workspace(self) -> Workspace:
         """Layers with the same sizes and config share one. The first use is collective."""
         if self.num_local_tokens is None:
@@ -90,6 +104,17 @@ class LayerState:
             topk=self.topk,
         )
 
+    def check_copies(self, *shared: Tensor | None) -> None:
+        """In the first call, raises ValueError on every rank where the ranks' copies of the shared expert differ.
+
+        Waits for the peers and, on a GPU, for the device: not while a CUDA graph is captured; then a later call checks.
+        """
+        device = torch.device(self.member.group.device)
+        if self.are_copies_checked or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return
+        compare_copies(self.member, dict(zip(SHARED_WEIGHTS, shared, strict=True)), self.config.start_timeout_s)
+        self.are_copies_checked = True
+
     def record(self, expert_ids: Tensor, router_weights: Tensor) -> None:
         """Tells the recorders; not of a forward that a checkpoint repeats inside a backward."""
         if self.recorders and torch._C._current_graph_task_id() == -1:
@@ -101,7 +126,10 @@ def state_of(handle: Tensor) -> LayerState:
     """The state that a handle names. Raises RuntimeError when its layer is gone."""
     state = _states.get(int(handle))
     if state is None:
-        raise RuntimeError("the MoE layer of this call was deleted; keep it until the last backward")
+        raise RuntimeError(
+            "the MoE layer of this call is gone: keep it until the last backward, and use an exported program in the "
+            "process that exported it"
+        )
     return state
 
 
@@ -158,6 +186,7 @@ def forward(
     state's main_grads and returns none.
     """
     state = state_of(handle)
+    state.check_copies(w_shared_gate, w_shared_up, w_shared_down)
     output, context = functional.forward(
         state.config,
         state.workspace(),
@@ -209,6 +238,8 @@ def _(
 NUM_DIFFERENTIABLE = 8
 """The first inputs of forward: x, router_weights, the six weights. The gradients stand in the same order."""
 
+NUM_SCHEDULE_FIELDS = len(MoKSchedule.__dataclass_fields__)
+
 
 @torch.library.custom_op("mok_modular::backward", mutates_args=())
 def backward(
@@ -230,6 +261,9 @@ def backward(
     state = state_of(handle)
     if has_main_grads and state.main_grads is None:
         raise RuntimeError("main_grads were set in the forward and are gone: keep them until its backward")
+    main_grads = None
+    if has_main_grads and state.main_grads is not None:
+        main_grads = [state.main_grads.get(name.replace("d_", "w_", 1)) for name in MAIN_GRADS]
     d_x, d_router_weights, *d_weights = functional.backward(
         state.config,
         state.workspace(),
@@ -243,7 +277,7 @@ def backward(
         w_shared_down,
         *pack_backward(w_routed_gate, w_routed_up, w_routed_down, state.precision),
         state.swiglu_limit,
-        main_grads=state.main_grads if has_main_grads else None,
+        main_grads=main_grads,
     )
     in_order = (*d_weights[3:], *d_weights[:3])  # shared ones first
     found = [x.new_empty(0) if gradient is None else gradient for gradient in in_order]
@@ -271,32 +305,67 @@ def _(
     return torch.empty_like(x), torch.empty_like(router_weights), *gradients  # type: ignore[return-value]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     tensors, schedule, handle = inputs[:NUM_DIFFERENTIABLE], inputs[8], inputs[10]
     ctx.has_main_grads = inputs[12]
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*tensors, *schedule, *output[1:], handle)
-    if type(handle) is Tensor:  # not while a compiler traces
-        ctx.state = state_of(handle)  # the layer may go before its backward comes
+
+
+def gradients_of(
+    ctx: Any, run: Callable[..., Any], d_output: Tensor, is_needed: tuple[bool, ...]
+) -> list[Tensor | None]:
+    """The gradients of the first NUM_DIFFERENTIABLE inputs, None where not needed. `run`: calls `backward`."""
+    saved = ctx.saved_tensors
+    tensors, rest, handle = saved[:NUM_DIFFERENTIABLE], saved[NUM_DIFFERENTIABLE:-1], saved[-1]
+    schedule, context = list(rest[:NUM_SCHEDULE_FIELDS]), list(rest[NUM_SCHEDULE_FIELDS:])
+    gradients = run(d_output.contiguous(), *tensors, schedule, context, handle, ctx.has_main_grads)
+    return [
+        gradient if needed and not (ctx.has_main_grads and i >= 2) else None
+        for i, (gradient, needed) in enumerate(zip(gradients, is_needed, strict=False))
+    ]
 
 
 def _differentiate(ctx: Any, d_output: Tensor, *_: Any) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors
-    tensors, rest, handle = saved[:NUM_DIFFERENTIABLE], saved[NUM_DIFFERENTIABLE:-1], saved[-1]
-    num_fields = len(MoKSchedule.__dataclass_fields__)
-    gradients = backward(
-        d_output.contiguous(),
-        *tensors,
-        list(rest[:num_fields]),
-        list(rest[num_fields:]),
-        handle,
-        ctx.has_main_grads,
-    )
-    needed = [
-        gradient if is_needed and not (ctx.has_main_grads and i >= 2) else None
-        for i, (gradient, is_needed) in enumerate(zip(gradients, ctx.needs_input_grad, strict=False))
-    ]
-    return *needed, [None] * num_fields, None, None, None, None
+    gradients = gradients_of(ctx, backward, d_output, ctx.needs_input_grad)
+    return *gradients, [None] * NUM_SCHEDULE_FIELDS, None, None, None, None
 
 
-forward.register_autograd(_differentiate, setup_context=_save)
+def refuse_second_derivative(ctx: Any, *_: Any) -> Any:
+    raise NotImplementedError("a MoE layer has first derivatives only, not the gradient of a gradient")
+
+
+def refuse_vmap(*_: Any) -> Any:
+    raise NotImplementedError("a MoE layer cannot be vmapped: its calls are collective; flatten the batch into tokens")
+
+
+forward.register_autograd(_differentiate, setup_context=save_for_backward)
+backward.register_autograd(refuse_second_derivative)
+for _operator in (build_schedule, forward, backward):
+    _operator.register_vmap(refuse_vmap)
+
+
+# ---- FLOP counts (torch.utils.flop_counter) ----
+
+
+def _forward_flops(x: Any, router_weights: Any, w_shared_gate: Any, _: Any, __: Any, w_routed_gate: Any) -> int:
+    """Of the three products of each of the T*K routes and of the shared expert, by the shapes of forward's inputs."""
+    (num_tokens, hidden_size), topk, intermediate_size = x, router_weights[1], w_routed_gate[1]
+    shared_size = 0 if w_shared_gate is None else w_shared_gate[0]
+    return 2 * num_tokens * 3 * hidden_size * (topk * intermediate_size + shared_size)
+
+
+@register_flop_formula(torch.ops.mok_modular.forward)
+def forward_flops(*shapes: Any, **_: Any) -> int:
+    """Floating-point operations of the products for this rank's own tokens, wherever they are computed.
+
+    Shapes do not tell which routes are missing (-1), so those count too.
+    """
+    return _forward_flops(*shapes[:6])
+
+
+@register_flop_formula(torch.ops.mok_modular.backward)
+def backward_flops(*shapes: Any, **_: Any) -> int:
+    """Two products for each of the forward's: the gradients of its input and its weight. What is computed again where
+    the ring does not hold all rows depends on the routing and is left out."""
+    return 2 * _forward_flops(*shapes[1:7])

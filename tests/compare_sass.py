@@ -22,13 +22,17 @@ from cpu.test_sass import disassemble, persistent_masks
 
 from mok_modular.targets.cuda import device as cuda_device
 from mok_modular.targets.cuda import nvrtc
+from mok_modular.targets.cuda.arch import SM_90A
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def machine_code(root: Path, kernel: nvrtc.Kernel) -> tuple[dict[str, str], str]:
     """Instructions by entry, encodings included, and what ptxas says of registers and spills."""
-    options = nvrtc.compile_options(cuda_device.ARCH, (cuda_device.DEFINE, *kernel.defines))
+    defines = SM_90A.defines
+    if "MOK_TARGET_CUDA" not in (root / "targets/target.h").read_text():
+        defines = ("MOK_TARGET_SM90", *defines)  # one macro was both target and generation
+    options = nvrtc.compile_options(SM_90A.name, (*defines, *kernel.defines))
     data, log = nvrtc.compile_source(root, kernel.source, options)
     with tempfile.TemporaryDirectory() as folder:
         code = disassemble(nvrtc.Cubin(data, log, Path(), is_from_cache=False), Path(folder))
@@ -51,7 +55,7 @@ def main() -> int:
     parser.add_argument("--traced", action="store_true", help="compile the working tree's kernels with their timeline")
     args = parser.parse_args()
     masks = sorted(persistent_masks()) if args.masks is None else args.masks
-    kernels = [*cuda_device.COPY_KERNELS.values(), *cuda_device.LINK_KERNELS.values(), cuda_device.GEMM_KERNEL]
+    kernels = [*cuda_device.copy_kernels().values(), *cuda_device.link_kernels().values(), cuda_device.gemm_kernel()]
     kernels += [cuda_device.persistent_kernel(mask) for mask in masks]
     num_different = 0
     with tempfile.TemporaryDirectory() as folder:

@@ -16,10 +16,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @functools.cache
-def build_target(target: str) -> Path:
-    """The folder that cmake built `target` in; skips the test where cmake, nanobind or a compiler is missing.
+def build_target(target: str, root: Path = ROOT, *options: str) -> Path:
+    """The folder that cmake built `target` of the sources in `root` in; skips the test where cmake, nanobind or a
+    compiler is missing.
 
-    MOK_NATIVE_BUILD names a folder to build in again, which is faster.
+    MOK_NATIVE_BUILD names a folder to build in again, which is faster; it is for the sources here.
     """
     cmake = shutil.which("cmake")
     if cmake is None or shutil.which("c++") is None:
@@ -27,13 +28,15 @@ def build_target(target: str) -> Path:
     nanobind = subprocess.run([sys.executable, "-m", "nanobind", "--cmake_dir"], capture_output=True, text=True)
     if nanobind.returncode != 0:
         pytest.skip("needs nanobind")
-    folder = Path(os.environ.get("MOK_NATIVE_BUILD") or tempfile.mkdtemp(prefix="mok_native_"))
+    kept = os.environ.get("MOK_NATIVE_BUILD") if root == ROOT else None
+    folder = Path(kept or tempfile.mkdtemp(prefix="mok_native_"))
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
     for command in (
         [
             cmake,
             *generator,
-            str(ROOT),
+            str(root),
+            *options,
             f"-Dnanobind_DIR={nanobind.stdout.strip()}",
             f"-DPython_EXECUTABLE={sys.executable}",
         ],

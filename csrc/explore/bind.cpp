@@ -5,7 +5,6 @@
 #include <nanobind/stl/vector.h>
 
 #include "explore/model.h"
-#include "protocol/edge_table.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -14,13 +13,6 @@ namespace mok::host {
 void bind_explore(nb::module_& m);
 
 namespace {
-
-std::vector<std::string> names_of(StageSet set) {
-  std::vector<std::string> names;
-  for (int i = 0; i < kNumStages; ++i)
-    if (set >> i & 1) names.push_back(stage_name(static_cast<Stage>(i)));
-  return names;
-}
 
 nb::dict explore(const std::string& sequence, const std::vector<unsigned>& groups, int ring_blocks,
                  const std::vector<std::vector<int>>& experts,
@@ -79,15 +71,6 @@ void bind_explore(nb::module_& m) {
         "is_push_dispatch"_a, "is_pull_combine"_a, "is_pull_once"_a, "is_mxfp8"_a, "is_zero_copy"_a, "fault"_a,
         "is_expiry_allowed"_a, "is_reduced"_a, "max_states"_a);
   m.def("protocol_faults", &explore::fault_names);
-  m.def(
-      "edge_table",
-      [] {
-        nb::dict table;
-        for (const EdgeRow& row : kEdgeTable)
-          table[edge_name(row.edge)] = nb::make_tuple(names_of(row.writers), names_of(row.readers));
-        return table;
-      },
-      "By edge: the stages that publish it, and those that wait for it.");
 }
 
 }  // namespace mok::host

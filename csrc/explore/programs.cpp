@@ -52,11 +52,6 @@ struct Kernel {
   bool sends_done = false;
 };
 
-bool is_copy(Stage stage) {
-  return stage == Stage::publish || stage == Stage::dispatch || stage == Stage::combine ||
-         stage == Stage::reverse_combine || stage == Stage::reverse_dispatch;
-}
-
 class Builder {
  public:
   explicit Builder(const Setup& setup) : setup_(setup), R_(setup.num_ranks) {
@@ -583,17 +578,7 @@ class Builder {
   int macrobatch_of(int generation, char kind) const {
     return kind == 'F' ? num_generations() - 1 - generation : generation;
   }
-  static int stream_of(Group group) {
-    constexpr Group kCopies = group_bit(Stage::dispatch) | group_bit(Stage::combine) |
-                              group_bit(Stage::reverse_combine) | group_bit(Stage::reverse_dispatch);
-    return (group & ~kCopies) == 0 ? 0 : 1;
-  }
-  Group mirror(Group group) const {
-    Group out = 0;
-    for (int i = 0; i < 5; ++i)
-      if (group >> i & 1u) out |= group_bit(static_cast<Stage>(static_cast<int>(Stage::reverse_dispatch) - i));
-    return out;
-  }
+  static int stream_of(Group group) { return (group & ~stages_of(Work::copy)) == 0 ? 0 : 1; }
   bool is_one_kernel() const { return setup_.groups.size() == 1; }
 
   std::vector<Kernel> kernels_of(char kind) {
@@ -853,7 +838,7 @@ class Builder {
         for (int role = 0; role < 2; ++role) {
           std::vector<SkeletonTask> mine;
           for (const SkeletonTask& task : kernel.tasks)
-            if (is_copy(task.stage) == (role == 0)) mine.push_back(task);
+            if (is_communication(task.stage) == (role == 0)) mine.push_back(task);
           append(lanes[static_cast<std::size_t>(role)], before, mine, leaving(kernel, call, rank, 2, name, epoch),
                  leave);
         }

@@ -4,37 +4,38 @@
 // kernel meet inside it: swiglu in gate_up's epilogue, combine in down's store pass, and their mirror images (stages/
 // decides that from the plan). With all five, publish and the shared expert are tasks of the kernel too, and one launch
 // serves all generations; in a backward so are replay and weight gradients.
+#include "protocol/stage_list.h"
+#include "stages/combine.h"
+#include "stages/dispatch.h"
+#include "stages/grouped_dgrad.h"
 #include "stages/grouped_gemm.h"
+#include "stages/publish.h"
+#include "stages/quantize.h"
+#include "stages/reverse_combine.h"
+#include "stages/reverse_dispatch.h"
+#include "stages/swiglu.h"
+#include "stages/swiglu_backward.h"
+#include "stages/wgrad.h"
 
 #include "targets/gemm_driver.h"
 
 namespace mok::kernels {
 
-#if defined(MOK_GROUP_MASK)  // a run-time compiler makes one kernel at a time
-MOK_PERSISTENT_KERNEL(persistent, MOK_GROUP_MASK)
-#else
-#define MOK_GROUP(first, last) MOK_PERSISTENT_KERNEL(persistent, group_of(Stage::first, Stage::last))
-MOK_GROUP(dispatch, gate_up)  // also a replay
-MOK_GROUP(dispatch, swiglu)
-MOK_GROUP(dispatch, down)
-MOK_GROUP(dispatch, combine)
-MOK_GROUP(gate_up, swiglu)
-MOK_GROUP(gate_up, down)
-MOK_GROUP(gate_up, combine)
-MOK_GROUP(swiglu, down)
-MOK_GROUP(swiglu, combine)
-MOK_GROUP(down, combine)
-MOK_GROUP(reverse_combine, down_dgrad)
-MOK_GROUP(reverse_combine, swiglu_backward)
-MOK_GROUP(reverse_combine, gate_up_dgrad)
-MOK_PERSISTENT_KERNEL(persistent, kWholeBackward)
-MOK_GROUP(down_dgrad, swiglu_backward)
-MOK_GROUP(down_dgrad, gate_up_dgrad)
-MOK_GROUP(down_dgrad, reverse_dispatch)
-MOK_GROUP(swiglu_backward, gate_up_dgrad)
-MOK_GROUP(swiglu_backward, reverse_dispatch)
-MOK_GROUP(gate_up_dgrad, reverse_dispatch)
-#undef MOK_GROUP
-#endif
+// The types of all stages that can share a kernel, by the roster.
+#define MOK_TYPE_windowed(Type) \
+  +StageList<Type> {            \
+  }
+#define MOK_TYPE_prologue(Type) \
+  +StageList<Type> {            \
+  }
+#define MOK_TYPE_last(Type)
+#define MOK_TYPE_apart(Type)
+#define MOK_TYPE(name, Type, file, place, ...) MOK_TYPE_##place(Type)
+using AllStages = decltype(StageList<> {} MOK_STAGES(MOK_TYPE));
+
+template <Group kGroup>
+using StagesOfKernel = typename OnlyStages<stages_in_kernel(kGroup), AllStages>::Type;
+
+MOK_PERSISTENT_KERNELS(StagesOfKernel)
 
 }  // namespace mok::kernels

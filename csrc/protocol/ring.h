@@ -55,9 +55,12 @@ MOK_DEVICE int32 slot_predecessor(const Call& call, int32 macrobatch, int32 slot
 // of one window then go on beside products of another. Two for down and combine: with one, a single window of down
 // stands between a window of gate_up and its down, and takes hardly longer than the last tiles of gate_up (docs/performance.md).
 MOK_DEVICE int32 window_lag(Stage stage) {
-  if (stage == Stage::down || stage == Stage::combine) return 2;
-  return stage == Stage::gate_up_dgrad || stage == Stage::reverse_dispatch || stage == Stage::quantize ||
-         stage == Stage::wgrad;
+#define MOK_OR_TWO(name, Type, file, place, pass, work, block_tasks, lag, inside) || (lag == 2 && stage == Stage::name)
+#define MOK_OR_ONE(name, Type, file, place, pass, work, block_tasks, lag, inside) || (lag == 1 && stage == Stage::name)
+  if (false MOK_STAGES(MOK_OR_TWO)) return 2;
+  return false MOK_STAGES(MOK_OR_ONE);
+#undef MOK_OR_TWO
+#undef MOK_OR_ONE
 }
 
 }  // namespace mok

@@ -26,7 +26,7 @@ struct Args {
     generation = epochs->generation;
   }
   MOK_DEVICE Word epoch_of(Edge edge) const {
-    return is_schedule_edge(edge) ? schedule_epoch : edge == Edge::entered ? order : call_epoch;
+    return is_schedule_edge(edge) ? schedule_epoch : is_order_edge(edge) ? order : call_epoch;
   }
   MOK_DEVICE Word* counter(Edge edge, int64 index) const {
     const int32 bank = is_schedule_edge(edge) ? call.schedule_bank : call.call_bank;

@@ -9,10 +9,6 @@
 #include "protocol/arrivals.h"
 #include "protocol/signals.h"
 
-#if !defined(MOK_GROUP_BYTES)
-#define MOK_GROUP_BYTES (30 << 20)
-#endif
-
 namespace mok {
 
 struct Task {
@@ -26,11 +22,6 @@ struct Task {
 };
 
 enum class Role : int32 { any, communication, compute };
-
-MOK_DEVICE bool is_communication(Stage stage) {
-  return stage == Stage::publish || stage == Stage::dispatch || stage == Stage::combine ||
-         stage == Stage::reverse_combine || stage == Stage::reverse_dispatch;
-}
 
 // kMayTakeTurns: this kernel may be launched with has_experts_in_turn. Where it may not, that costs no registers.
 template <bool kMayTakeTurns>
@@ -95,18 +86,13 @@ class TaskSequence {
 
   // publish first (it lets every other rank go on), then the shared expert, which hides the first transfer.
   MOK_DEVICE bool next_prologue() {
-    if (step_ == 4) {
+    if (step_ == kNumPrologue) {
       step_ = 0;
       phase_ = kGenerations;
       return false;
     }
-    const bool is_backward = args_.call.is_backward();
-    const int32 step = step_++;
-    stage_ = step == 0   ? Stage::publish
-             : step == 1 ? (is_backward ? Stage::shared_down_dgrad : Stage::shared_gate_up)
-             : step == 2 ? (is_backward ? Stage::shared_gate_up_dgrad : Stage::shared_down)
-                         : Stage::shared_wgrad;
-    if (stage_ == Stage::shared_wgrad && !is_backward) return false;
+    stage_ = static_cast<Stage>(static_cast<int32>(kFirstOfPrologue) + step_++);
+    if (!is_of_pass(stage_, args_.call.is_backward())) return false;
     num_tasks_ = num_plain_tasks(args_.call, stage_);
     return true;
   }
@@ -172,22 +158,18 @@ class TaskSequence {
   // Tasks of the stages that are not cut into windows.
   MOK_DEVICE static int32 num_plain_tasks(const Call& call, Stage stage) {
     const Shape& s = call.shape;
-    const int32 token_blocks = ceil_div(call.num_tokens, s.row_block());
+    // The shared expert: in a backward for gradients of activations.
+    if (is_shared_product(stage)) {
+      const bool has_product = s.shared_size && (!call.is_backward() || call.has_dgrad());
+      return has_product ? ceil_div(call.num_tokens, s.row_block()) * num_block_tasks(stage, s) : 0;
+    }
     switch (stage) {
       case Stage::publish:
         return num_publish_tasks(call);
-      case Stage::shared_gate_up:
-        return token_blocks * num_shared_gate_up_tiles(s);
-      case Stage::shared_down:
-        return s.shared_size ? token_blocks * num_down_tiles(s) : 0;
       case Stage::dispatch:
         return ceil_div(call.schedule.counts[kCountRoutes], kCopyRows);
       case Stage::combine:
         return ceil_div(call.num_tokens * s.topk, kCopyRows);
-      case Stage::shared_down_dgrad:
-        return call.has_dgrad() ? token_blocks * num_shared_down_dgrad_tiles(s) : 0;
-      case Stage::shared_gate_up_dgrad:
-        return call.has_dgrad() && s.shared_size ? token_blocks * num_down_tiles(s) : 0;
       case Stage::shared_wgrad:
         return call.kind != CallKind::backward_dgrad && s.shared_size ? num_wgrad_tiles(s.hidden_size, s.shared_size)
                                                                       : 0;
@@ -201,36 +183,9 @@ class TaskSequence {
   }
 
  private:
-  MOK_DEVICE int32 num_parts() const {
-    const Shape& s = args_.call.shape;
-    switch (stage_) {
-      case Stage::dispatch:
-      case Stage::combine:
-      case Stage::reverse_combine:
-      case Stage::reverse_dispatch:
-        return num_copy_tasks(s);
-      case Stage::swiglu:
-      case Stage::swiglu_backward:
-      case Stage::quantize:
-        return s.row_block() / kElementRows;
-      case Stage::down_dgrad:
-        return num_down_dgrad_tiles(s);
-      case Stage::shared_down_dgrad:
-        return num_shared_down_dgrad_tiles(s);
-      case Stage::gate_up:
-        return num_gate_up_tiles(s);
-      case Stage::shared_gate_up:
-        return num_shared_gate_up_tiles(s);
-      default:
-        return num_down_tiles(s);
-    }
-  }
+  MOK_DEVICE int32 num_parts() const { return num_block_tasks(stage_, args_.call.shape); }
   MOK_DEVICE int32 num_window_tasks() {
-    // In one kernel, gate_up applies swiglu and down pushes: the later stage has no tasks of its own.
-    if (stage_ == Stage::swiglu && is_swiglu_in_gate_up(args_.call)) return 0;
-    if (stage_ == Stage::combine && is_combine_in_down(args_.call)) return 0;
-    if (stage_ == Stage::swiglu_backward && is_swiglu_backward_in_down_dgrad(args_.call)) return 0;
-    if (stage_ == Stage::reverse_dispatch && is_reverse_dispatch_in_gate_up_dgrad(args_.call)) return 0;
+    if (has_no_tasks(stage_, args_.call)) return 0;
     const int32* start = args_.call.schedule.window_start + first_window_ + window_;
     if (stage_ == Stage::wgrad) return num_wgrad_tasks(start[0], start[1]);
     return (start[1] - start[0]) * num_parts();
@@ -284,8 +239,7 @@ class TaskSequence {
         piece_ = Piece{0, num_tasks_, 0, ceil_div(call.num_tokens, call.shape.row_block()), 0, call.num_tokens};
       return decode_in_piece(index, task);
     }
-    if (stage_ == Stage::gate_up || stage_ == Stage::down || stage_ == Stage::down_dgrad ||
-        stage_ == Stage::gate_up_dgrad) {
+    if (is_routed_product(stage_)) {
       while (index >= piece_.first + piece_.num_tasks) next_piece();
       return decode_in_piece(index, task);
     }
@@ -329,11 +283,6 @@ class TaskSequence {
     int32 expert = -1, block = -1;
     for (int32 left = index - turn_.first; left >= 0; left -= block >= 0) block = block_of_expert(turn_.idx, ++expert);
     return block;
-  }
-
-  MOK_DEVICE static bool is_shared_product(Stage stage) {
-    return stage == Stage::shared_gate_up || stage == Stage::shared_down || stage == Stage::shared_down_dgrad ||
-           stage == Stage::shared_gate_up_dgrad;
   }
 
   // GEMM tasks of a window: expert by expert; inside an expert rows fastest, so that a column tile of weights is read

@@ -4,5 +4,5 @@
 #include "targets/driver.h"
 
 namespace mok::kernels {
-MOK_COPY_KERNEL(combine) { run_tasks<group_bit(Stage::combine)>(args, launch, worker); }
+MOK_COPY_KERNEL(combine) { run_tasks<Combine>(args, launch, worker); }
 }  // namespace mok::kernels

@@ -4,5 +4,5 @@
 #include "targets/driver.h"
 
 namespace mok::kernels {
-MOK_COPY_KERNEL(dispatch) { run_tasks<group_bit(Stage::dispatch)>(args, launch, worker); }
+MOK_COPY_KERNEL(dispatch) { run_tasks<Dispatch>(args, launch, worker); }
 }  // namespace mok::kernels

@@ -4,8 +4,8 @@
 #include "targets/gemm_driver.h"
 
 namespace mok::kernels {
-MOK_GEMM_KERNEL(down_dgrad, DownDgrad, group_bit(Stage::down_dgrad))
-MOK_GEMM_KERNEL(gate_up_dgrad, GateUpDgrad, group_bit(Stage::gate_up_dgrad))
-MOK_GEMM_KERNEL(shared_down_dgrad, SharedDownDgrad, 0)
-MOK_GEMM_KERNEL(shared_gate_up_dgrad, SharedGateUpDgrad, 0)
+MOK_GEMM_KERNEL(down_dgrad, DownDgrad)
+MOK_GEMM_KERNEL(gate_up_dgrad, GateUpDgrad)
+MOK_GEMM_KERNEL(shared_down_dgrad, SharedDownDgrad)
+MOK_GEMM_KERNEL(shared_gate_up_dgrad, SharedGateUpDgrad)
 }  // namespace mok::kernels

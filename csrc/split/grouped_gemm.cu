@@ -5,8 +5,8 @@
 #include "targets/gemm_driver.h"
 
 namespace mok::kernels {
-MOK_GEMM_KERNEL(gate_up, GateUp, group_bit(Stage::gate_up))
-MOK_GEMM_KERNEL(down, Down, group_bit(Stage::down))
-MOK_GEMM_KERNEL(shared_gate_up, SharedGateUp, 0)
-MOK_GEMM_KERNEL(shared_down, SharedDown, 0)
+MOK_GEMM_KERNEL(gate_up, GateUp)
+MOK_GEMM_KERNEL(down, Down)
+MOK_GEMM_KERNEL(shared_gate_up, SharedGateUp)
+MOK_GEMM_KERNEL(shared_down, SharedDown)
 }  // namespace mok::kernels

@@ -4,5 +4,5 @@
 #include "targets/driver.h"
 
 namespace mok::kernels {
-MOK_COPY_KERNEL(publish) { run_single<Publish, false>(args, launch, worker); }
+MOK_COPY_KERNEL(publish) { run_single<Publish>(args, launch, worker); }
 }  // namespace mok::kernels

@@ -4,5 +4,5 @@
 #include "targets/driver.h"
 
 namespace mok::kernels {
-MOK_KERNEL(quantize) { run_tasks<group_bit(Stage::quantize)>(args, launch, worker); }
+MOK_KERNEL(quantize) { run_tasks<Quantize>(args, launch, worker); }
 }  // namespace mok::kernels

@@ -5,7 +5,7 @@
 
 namespace mok::kernels {
 MOK_WIDE_KERNEL(reduce) {
-  run_single<Reduce, false>(args, launch, worker);
+  run_single<Reduce>(args, launch, worker);
   if (is_aborted(args)) Reduce::poison(args.call, worker);
   worker.sync();
   worker.once([&] { leave_call(args, Edge::exited, launch, worker); });

@@ -4,5 +4,5 @@
 #include "targets/driver.h"
 
 namespace mok::kernels {
-MOK_KERNEL(reverse_combine) { run_tasks<group_bit(Stage::reverse_combine)>(args, launch, worker); }
+MOK_KERNEL(reverse_combine) { run_tasks<ReverseCombine>(args, launch, worker); }
 }  // namespace mok::kernels

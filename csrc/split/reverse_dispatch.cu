@@ -4,5 +4,5 @@
 #include "targets/driver.h"
 
 namespace mok::kernels {
-MOK_KERNEL(reverse_dispatch) { run_tasks<group_bit(Stage::reverse_dispatch)>(args, launch, worker); }
+MOK_KERNEL(reverse_dispatch) { run_tasks<ReverseDispatch>(args, launch, worker); }
 }  // namespace mok::kernels

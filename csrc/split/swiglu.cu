@@ -4,5 +4,5 @@
 #include "targets/driver.h"
 
 namespace mok::kernels {
-MOK_KERNEL(swiglu) { run_tasks<group_bit(Stage::swiglu)>(args, launch, worker); }
+MOK_KERNEL(swiglu) { run_tasks<Swiglu>(args, launch, worker); }
 }  // namespace mok::kernels

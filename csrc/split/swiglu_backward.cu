@@ -4,5 +4,5 @@
 #include "targets/driver.h"
 
 namespace mok::kernels {
-MOK_KERNEL(swiglu_backward) { run_tasks<group_bit(Stage::swiglu_backward)>(args, launch, worker); }
+MOK_KERNEL(swiglu_backward) { run_tasks<SwigluBackward>(args, launch, worker); }
 }  // namespace mok::kernels

@@ -4,6 +4,6 @@
 #include "targets/gemm_driver.h"
 
 namespace mok::kernels {
-MOK_GEMM_KERNEL(wgrad, Wgrad, group_bit(Stage::wgrad))
-MOK_GEMM_KERNEL(shared_wgrad, SharedWgrad, 0)
+MOK_GEMM_KERNEL(wgrad, Wgrad)
+MOK_GEMM_KERNEL(shared_wgrad, SharedWgrad)
 }  // namespace mok::kernels

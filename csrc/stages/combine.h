@@ -9,22 +9,8 @@
 
 namespace mok {
 
-// Where a row goes; null for padding, which is never sent back.
-MOK_DEVICE bf16* combine_destination(const Call& call, int64 row) {
-  const int32 dst_rank = call.schedule.peer_rank[row];
-  if (dst_rank < 0) return nullptr;
-  return call.peer<bf16>(Region::combine, dst_rank) + int64{call.schedule.peer_token_idx[row]} * call.shape.hidden_size;
-}
-
-template <class Worker>
-MOK_DEVICE void free_slot(const Call& call, int32 block, Signals<Worker>& signals) {
-  signals.add(Edge::slot_free,
-              slot_index(call.shape, block_macrobatch(call.shape, block), block_slot(call.shape, block)));
-}
-
 struct CombinePush {
   static constexpr Stage kStage = Stage::combine;
-  static constexpr bool kIsCopyOnly = true;
 
   template <class Worker>
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
@@ -55,7 +41,6 @@ struct CombinePush {
 
 struct CombinePull {
   static constexpr Stage kStage = Stage::combine;
-  static constexpr bool kIsCopyOnly = true;
 
   template <class Worker>
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
@@ -101,5 +86,14 @@ struct CombinePull {
     return min_of(kCopyRows, call.num_tokens * call.shape.topk - task.part * kCopyRows);
   }
 };
+
+// The way that the shape says.
+struct Combine {
+  static constexpr Stage kStage = Stage::combine;
+};
+template <class F>
+MOK_DEVICE bool in_its_way(const Shape& shape, Combine, F&& f) {
+  return shape.is_pull_combine ? f(CombinePull{}) : f(CombinePush{});
+}
 
 }  // namespace mok

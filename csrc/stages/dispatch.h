@@ -13,18 +13,6 @@
 
 namespace mok {
 
-// The sources of a copy task's rows have published their input.
-template <class Worker>
-MOK_DEVICE bool wait_row_sources(const Call& call, const Task& task, Signals<Worker>& signals) {
-  SeenRanks& seen = signals.seen_inputs();
-  if (seen.count() == call.shape.num_ranks) return true;
-  const int32 first = task.part * kCopyRows, num_rows = num_valid_rows(call, task.block, first, kCopyRows);
-  const int32* src_rank = call.schedule.peer_rank + int64{task.block} * call.shape.row_block() + first;
-  for (int32 i = 0; i < num_rows; ++i)
-    if (!signals.wait_rank_once(Edge::input_ready, src_rank[i], seen)) return false;
-  return true;
-}
-
 // Pull once: the row from which `row` is copied inside this rank; negative: it comes from its source. Never one that the
 // same signal announces (a token may name an expert twice): its wait would be for itself.
 MOK_DEVICE int32 row_here(const Call& call, int32 row) {
@@ -40,13 +28,16 @@ MOK_DEVICE int32 row_here(const Call& call, int32 row) {
 
 struct DispatchPull {
   static constexpr Stage kStage = Stage::dispatch;
-  static constexpr bool kIsCopyOnly = !MOK_MXFP8;
 
   template <class Worker>
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
-    const Call& call = args.call;
-    return wait_slot_free(call, task.block, signals) && wait_row_sources(call, task, signals) &&
-           (!call.shape.is_pull_once || wait_rows_here(call, task, signals));
+    return needs_of_other_kernels(args, task, signals) &&
+           (!args.call.shape.is_pull_once || wait_rows_here(args.call, task, signals));
+  }
+  // Without the rows that are copied inside this rank: tasks of this very stage bring them.
+  template <class Worker>
+  MOK_DEVICE static bool needs_of_other_kernels(const Args& args, const Task& task, Signals<Worker>& signals) {
+    return wait_slot_free(args.call, task.block, signals) && wait_row_sources(args.call, task, signals);
   }
 
   template <class Worker>
@@ -91,7 +82,6 @@ struct DispatchPull {
 
 struct DispatchPush {
   static constexpr Stage kStage = Stage::dispatch;
-  static constexpr bool kIsCopyOnly = !MOK_MXFP8;
 
   template <class Worker>
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
@@ -165,22 +155,13 @@ struct DispatchPush {
   }
 };
 
-// gate_up's side of x_ready: all rows of the block have come.
-template <class Worker>
-MOK_DEVICE bool wait_x_ready(const Call& call, int32 block, Signals<Worker>& signals) {
-  if (!call.shape.is_push_dispatch) {
-    const Grain grain = signal_grain(Edge::x_ready, call, block);
-    return signals.wait_local(Edge::x_ready, grain.index, grain.want);
-  }
-  const int32 blocks = call.shape.is_minibatch_grain ? call.shape.blocks_per_slot() : 1;
-  const int32 first_block = block / blocks * blocks;
-  const int32 end_block = min_of(first_block + blocks, num_rows(call) / call.shape.row_block());
-  for (int64 row = int64{first_block} * call.shape.row_block(); row < int64{end_block} * call.shape.row_block();
-       ++row) {
-    const int32 src_rank = call.schedule.peer_rank[row];
-    if (src_rank >= 0 && !signals.wait_arrival(Edge::x_arrived, block / blocks, src_rank)) return false;
-  }
-  return true;
+// The way that the shape says.
+struct Dispatch {
+  static constexpr Stage kStage = Stage::dispatch;
+};
+template <class F>
+MOK_DEVICE bool in_its_way(const Shape& shape, Dispatch, F&& f) {
+  return shape.is_push_dispatch ? f(DispatchPush{}) : f(DispatchPull{});
 }
 
 }  // namespace mok

@@ -1,140 +1,25 @@
-// grouped_gemm: the expert matrix products, one struct for gate_up, down and the shared expert's two.
-//
-// A GEMM stage is a pure function of its task; the loops that load, multiply and overlap live in
-// targets/. The target calls, in this order:
-//   decode(call, task)            which rows, columns and k range
-//   needs(args, task, signals)
-//   operands(call, task, tile)    row blocks of K-contiguous matrices: A[rows, k], B[cols, k] once or twice
-//   planes(call, task)            what the tile leaves behind
-//   element(...)                  accumulators -> BF16, for 32 columns of a row held by the calling lanes
-//   plane_rows(call, task, plane) where the block's rows of a plane start; null where each row is pushed to its source
-//   row_address(...)              where one row goes: there, or to its source
-//   store(...)                    a part of the BF16 tile of a plane -> there, or to the rows' sources
-//   publishes(args, task, signals)
-// Gate and up of the same element meet in one call of `element` (two accumulators), so swiglu is
-// pointwise there. Sums run over k ascending from zero, whatever the number of rows.
+// grouped_gemm: the matrix products of a forward: gate_up, down and the shared expert's two.
 #pragma once
 
-#include "stages/combine.h"
-#include "stages/dispatch.h"
-#include "stages/stage.h"
+#include "stages/product.h"
 #include "stages/swiglu.h"
+#include "stages/token_rows.h"
 
 namespace mok {
-
-struct GemmTile {
-  int32 expert;     // local expert; 0 for the shared expert
-  int32 num_rows;   // valid rows; the other rows of the block are padding
-  int32 first_col;  // output columns [first_col, first_col + num_cols)
-  int32 num_cols;
-  int32 num_k;
-};
-
-// K-contiguous matrices that a product may read.
-enum class Matrix : int32 {
-  x,  // the caller's tokens (shared expert)
-  ring_x,
-  context_x,
-  ring_hidden,
-  shared_hidden,
-  w_routed_gate,
-  w_routed_up,
-  w_routed_down,
-  w_shared_gate,
-  w_shared_up,
-  w_shared_down,
-};
-MOK_DEVICE const bf16* matrix_base(const Call& call, Matrix matrix) {
-  switch (matrix) {
-    case Matrix::x:
-      return call.tensors.x;
-    case Matrix::ring_x:
-      return call.at<bf16>(Region::ring_x);
-    case Matrix::context_x:
-      return call.tensors.context_x;
-    case Matrix::ring_hidden:
-      return call.at<bf16>(Region::ring_hidden);
-    case Matrix::shared_hidden:
-      return call.at<bf16>(Region::shared_hidden);
-    case Matrix::w_routed_gate:
-      return call.tensors.w_routed_gate;
-    case Matrix::w_routed_up:
-      return call.tensors.w_routed_up;
-    case Matrix::w_routed_down:
-      return call.tensors.w_routed_down;
-    case Matrix::w_shared_gate:
-      return call.tensors.w_shared_gate;
-    case Matrix::w_shared_up:
-      return call.tensors.w_shared_up;
-    default:
-      return call.tensors.w_shared_down;
-  }
-}
-
-struct Operands {
-  Matrix a;
-  int64 a_row;
-  Matrix b[2];
-  int64 b_row;
-};
-
-enum class Plane : int32 { gate, up, hidden, y };
-
-// A few planes in one word: an array would have to live in memory on a GPU.
-struct PlaneList {
-  uint32 word = 0;
-  MOK_DEVICE PlaneList with(Plane plane) const { return PlaneList{word << 4 | (static_cast<uint32>(plane) + 1)}; }
-  MOK_DEVICE bool is_empty() const { return word == 0; }
-  MOK_DEVICE bool has(Plane plane) const {
-    bool is_there = false;
-    for (uint32 rest = word; rest != 0; rest >>= 4) is_there |= (rest & 15u) == static_cast<uint32>(plane) + 1;
-    return is_there;
-  }
-  MOK_DEVICE Plane pop() {
-    const Plane plane = static_cast<Plane>((word & 15u) - 1);
-    word >>= 4;
-    return plane;
-  }
-};
-
-// Values of a plane, relative to the task's tile: all of it, or what one warp holds of it.
-struct TilePart {
-  int32 first_row, num_rows;
-  int32 first_col, num_cols;  // what lies behind the last column is left out
-  const bf16* values;         // [num_rows, pitch]
-  int64 pitch;
-};
-
-// Where row `row` of a task's block goes: `rows` is where the block starts in a matrix of `width` columns; null: each row
-// goes to its source. Null: nowhere. Padding rows are kept (as zeros) where somebody reads them: not behind the
-// last token, and not in what is pushed.
-MOK_DEVICE bf16* tile_row(const Call& call, const Task& task, bf16* rows, int64 width, int32 row, bool has_padding) {
-  if (row >= task.num_rows && !has_padding) return nullptr;
-  return rows ? rows + row * width : combine_destination(call, int64{task.block} * call.shape.row_block() + row);
-}
-
-// Stores a part of a plane's tile there.
-template <class Worker>
-MOK_DEVICE void store_tile_part(const Call& call, Worker& worker, const Task& task, bf16* rows, const TilePart& part,
-                                int64 width, int32 first_col, bool has_padding) {
-  const int32 num_cols = min_of(part.num_cols, static_cast<int32>(width) - first_col);
-  worker.copy_rows(
-      part.num_rows, num_cols * int64{sizeof(bf16)},
-      [&](int32 i) -> bf16* {
-        bf16* row = tile_row(call, task, rows, width, part.first_row + i, has_padding);
-        return row ? row + first_col : nullptr;
-      },
-      [&](int32 i) { return part.first_row + i < task.num_rows ? part.values + i * part.pitch : nullptr; });
-}
 
 template <Stage kStageValue>
 struct GroupedGemm {
   static constexpr Stage kStage = kStageValue;
   static constexpr bool kIsShared = kStage == Stage::shared_gate_up || kStage == Stage::shared_down;
   static constexpr bool kIsGateUp = kStage == Stage::gate_up || kStage == Stage::shared_gate_up;
-  static constexpr int kNumAccumulators = kIsGateUp ? 2 : 1;
+  static constexpr int kNumAccumulators = kIsGateUp ? 2 : 1, kNumProducts = 1;
+  static constexpr Major kMajorA = Major::k, kMajorB = Major::k;
+  static constexpr bool kHasSums = false, kIsBackward = false;
   static constexpr int kTileCols = kIsGateUp ? kGateUpCols : kDownCols;
 
+  using Epilogue = GroupedGemm<kIsGateUp ? Stage::gate_up : Stage::down>;
+
+  MOK_DEVICE static int32 tile_rows(const Call& call) { return call.shape.row_block(); }
   MOK_DEVICE static int32 width(const Call& call) {  // of the output
     const Shape& s = call.shape;
     return kIsGateUp ? (kIsShared ? s.shared_size : s.intermediate_size) : s.hidden_size;
@@ -162,27 +47,20 @@ struct GroupedGemm {
     return true;  // the shared expert's input is the caller's own tensor
   }
 
-  MOK_DEVICE static Operands operands(const Call& call, const Task& task, const GemmTile& tile) {
-    Operands operands;
-    operands.b_row = int64{tile.expert} * width(call) + tile.first_col;
-    operands.a_row = kIsShared ? int64{task.block} * call.shape.row_block() : block_ring_row(call.shape, task.block);
-    if constexpr (kStage == Stage::gate_up) {
-      const bool is_in_context = kept_x(call) && block_macrobatch(call.shape, task.block) == 0;
-      operands.a = is_in_context ? Matrix::context_x : Matrix::ring_x;
-      operands.b[0] = Matrix::w_routed_gate;
-      operands.b[1] = Matrix::w_routed_up;
-    } else if constexpr (kStage == Stage::down) {
-      operands.a = Matrix::ring_hidden;
-      operands.b[0] = operands.b[1] = Matrix::w_routed_down;
-    } else if constexpr (kStage == Stage::shared_gate_up) {
-      operands.a = Matrix::x;
-      operands.b[0] = Matrix::w_shared_gate;
-      operands.b[1] = Matrix::w_shared_up;
-    } else {
-      operands.a = Matrix::shared_hidden;
-      operands.b[0] = operands.b[1] = Matrix::w_shared_down;
-    }
-    return operands;
+  MOK_DEVICE static Operands operands(const Call& call, const Task& task, const GemmTile& tile, int32 /*product*/ = 0) {
+    const int64 b_row = int64{tile.expert} * width(call) + tile.first_col;
+    const int64 a_row = kIsShared ? int64{task.block} * call.shape.row_block() : 0;
+    if constexpr (kStage == Stage::gate_up)
+      return Operands{ring_operand(call, Matrix::ring_x, Matrix::context_x, kept_x(call), task.block),
+                      {{Matrix::w_routed_gate, b_row, 0}, {Matrix::w_routed_up, b_row, 0}}};
+    else if constexpr (kStage == Stage::down)
+      return Operands{ring_operand(call, Matrix::ring_hidden, Matrix::ring_hidden, false, task.block),
+                      {{Matrix::w_routed_down, b_row, 0}, {Matrix::w_routed_down, b_row, 0}}};
+    else if constexpr (kStage == Stage::shared_gate_up)
+      return Operands{{Matrix::x, a_row, 0}, {{Matrix::w_shared_gate, b_row, 0}, {Matrix::w_shared_up, b_row, 0}}};
+    else
+      return Operands{{Matrix::shared_hidden, a_row, 0},
+                      {{Matrix::w_shared_down, b_row, 0}, {Matrix::w_shared_down, b_row, 0}}};
   }
 
   // gate_up leaves gate and up where they are kept or where swiglu is a kernel of its own, and h where it is not.
@@ -205,32 +83,25 @@ struct GroupedGemm {
   MOK_DEVICE static Plane plane_at(int32 i) {
     return !kIsGateUp ? Plane::y : i == 0 ? Plane::hidden : i == 1 ? Plane::gate : Plane::up;
   }
-  // The accumulator that a plane is, rounded; negative: `rounded_element` makes it of both.
   MOK_DEVICE static int32 plane_accumulator(Plane plane) {
     return plane == Plane::hidden ? -1 : plane == Plane::up ? 1 : 0;
   }
+  static constexpr bool kElementReadsRows = false;  // `element` looks at nothing but the accumulators
 
-  // The calling lanes hold 32 columns of one row; this one holds Lanes::kNum of them.
+  // Columns [col, col + 32) of row `row` of the tile: the calling lanes hold them, this one Lanes::kNum of them.
   template <class Lanes>
-  MOK_DEVICE static void element(const Call& call, Plane plane, const float (&acc0)[Lanes::kNum],
-                                 const float (&acc1)[Lanes::kNum], const Lanes& lanes, bf16 (&out)[Lanes::kNum]) {
-    float rounded[2][Lanes::kNum];
-    MOK_UNROLL
-    for (int32 i = 0; i < Lanes::kNum; ++i) {
-      out[i] = to_bf16(plane == Plane::up ? acc1[i] : acc0[i]);
-      rounded[0][i] = to_float(to_bf16(acc0[i]));
-      rounded[1][i] = to_float(to_bf16(acc1[i]));
-    }
-    if (plane_accumulator(plane) < 0) rounded_element(call, plane, rounded[0], rounded[1], lanes, out);
-  }
-  // The same for a plane that is made of both accumulators, from their rounded values.
-  template <class Lanes>
-  MOK_DEVICE static void rounded_element(const Call& call, Plane, const float (&acc0)[Lanes::kNum],
-                                         const float (&acc1)[Lanes::kNum], const Lanes& lanes,
-                                         bf16 (&out)[Lanes::kNum]) {
+  MOK_DEVICE static void element(const Call& call, const Task& task, Plane, int32 /*row*/, int32 /*col*/,
+                                 const float (&acc0)[Lanes::kNum], const float (&acc1)[Lanes::kNum], const Lanes& lanes,
+                                 bf16 (&out)[Lanes::kNum]) {
     MOK_UNROLL
     for (int32 i = 0; i < Lanes::kNum; ++i) out[i] = swiglu(call, acc0[i], acc1[i]);
-    if (!kIsShared && call.shape.is_mxfp8()) round_trip(lanes, out);
+    if (call.shape.is_mxfp8() && task.stage == Stage::gate_up) round_trip(lanes, out);  // the shared expert is BF16
+  }
+  MOK_DEVICE static Stage element_stage(const Call&, Plane plane) {
+    return kStage == Stage::gate_up && plane == Plane::hidden ? Stage::swiglu : kStage;
+  }
+  MOK_DEVICE static Stage store_stage(const Call& call) {
+    return kStage == Stage::down && is_combine_in_down(call) ? Stage::combine : kStage;
   }
 
   // Where the rows of a task's block start in a plane; null where each row has a place of its own, at its source.

@@ -11,7 +11,6 @@ namespace mok {
 
 struct Publish {
   static constexpr Stage kStage = Stage::publish;
-  static constexpr bool kIsCopyOnly = !MOK_MXFP8;
 
   template <class Worker>
   MOK_DEVICE static bool needs(const Args&, const Task& task, Signals<Worker>& signals) {

@@ -9,42 +9,11 @@
 #pragma once
 
 #include "mxfp8.h"
-#include "stages/swiglu_backward.h"
+#include "stages/gradient_operands.h"
 
 namespace mok {
 
 static_assert(kElementRows == kMxBlock, "a task holds whole blocks");
-
-// What routed weight gradients multiply.
-enum class GradientOperand : int32 { x, d_y, d_gate, d_up, hidden };
-constexpr int kNumGradientOperands = 5;
-
-MOK_DEVICE int32 operand_width(const Call& call, GradientOperand operand) {
-  const bool is_wide = operand == GradientOperand::x || operand == GradientOperand::d_y;
-  return is_wide ? call.shape.hidden_size : call.shape.intermediate_size;
-}
-MOK_DEVICE bf16* operand_row(const Call& call, GradientOperand operand, int32 block, int32 row_in_block) {
-  switch (operand) {
-    case GradientOperand::x:
-      return x_row(call, block, row_in_block);
-    case GradientOperand::d_y:
-      return d_y_row(call, block, row_in_block);
-    case GradientOperand::d_gate:
-      return d_gate_row(call, block, row_in_block);
-    case GradientOperand::d_up:
-      return d_up_row(call, block, row_in_block);
-    default:
-      return hidden_row(call, block, row_in_block);
-  }
-}
-// The same, quantized along the rows. gate_up has read x, down_dgrad d_y, swiglu_backward gate and up: they give way.
-// gate_up_dgrad may not have read d_gate and d_up yet.
-MOK_DEVICE bf16* columnwise_row(const Call& call, GradientOperand operand, int32 block, int32 row_in_block) {
-  constexpr Region kRegions[kNumGradientOperands] = {Region::ring_x, Region::ring_d_y, Region::ring_gate,
-                                                     Region::ring_up, Region::ring_hidden};
-  return ring_row(call, kRegions[static_cast<int>(operand)], nullptr, operand_width(call, operand), block,
-                  row_in_block);
-}
 
 // 32 rows of `width` columns, the values after quantization along the rows; in place too.
 template <class Worker>
@@ -73,7 +42,6 @@ MOK_DEVICE void round_trip_columns(Worker& worker, const bf16* from, bf16* to, i
 
 struct Quantize {
   static constexpr Stage kStage = Stage::quantize;
-  static constexpr bool kIsCopyOnly = false;
 
   // Everything that the block's weight gradients read is there, and what gives way is used up. A wgrad apart finds all of
   // it in the caller's tensors.
@@ -97,7 +65,7 @@ struct Quantize {
 
   template <class Worker>
   MOK_DEVICE static void publishes(const Args& args, const Task& task, Signals<Worker>& signals) {
-    SwigluBackward::say_segment_ready(args.call, task.block, signals);
+    say_segment_ready(args.call, task.block, signals);
   }
 
   MOK_DEVICE static Cost cost(const Call& call, const Task& task) {

@@ -11,7 +11,6 @@ namespace mok {
 
 struct Reduce {
   static constexpr Stage kStage = Stage::reduce;
-  static constexpr bool kIsCopyOnly = false;
 
   template <class Worker>
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
@@ -98,9 +97,7 @@ struct Reduce {
   }
 
  private:
-  // Measured on an H200, T = 2048 and 8192: for K = 10 ten are 10 and 13% faster than eight, for K = 8 4 and 7% slower (of a
-  // forward 0.8% and 0.2%). One kernel with both spills.
-  static constexpr int32 kBatch = 10;
+  static constexpr int32 kBatch = MOK_REDUCE_BATCH;
 
   MOK_DEVICE static bool has_output(const Call& call) { return call.kind == CallKind::forward || call.has_dgrad(); }
   MOK_DEVICE static float weight(const Call& call, int64 route) {

@@ -4,13 +4,12 @@
 // and the route's router weight with it.
 #pragma once
 
-#include "stages/dispatch.h"
+#include "stages/token_rows.h"
 
 namespace mok {
 
 struct ReverseCombine {
   static constexpr Stage kStage = Stage::reverse_combine;
-  static constexpr bool kIsCopyOnly = !MOK_MXFP8;
 
   template <class Worker>
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {

@@ -5,7 +5,7 @@
 // kernel, gate_up_dgrad's stores go there themselves.
 #pragma once
 
-#include "stages/combine.h"
+#include "stages/stage.h"
 
 namespace mok {
 
@@ -26,7 +26,6 @@ MOK_DEVICE void push_d_router(const Call& call, Worker& worker, int32 block, int
 
 struct ReverseDispatch {
   static constexpr Stage kStage = Stage::reverse_dispatch;
-  static constexpr bool kIsCopyOnly = true;
 
   template <class Worker>
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {

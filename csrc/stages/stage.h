@@ -1,7 +1,7 @@
 // What every stage file needs, and the contract of a stage.
 //
 // A copy or element stage is a struct with
-//   kStage, kIsCopyOnly           copy-only stages may run on spare warps of a GEMM kernel
+//   kStage                        its row in protocol/roster.h
 //   needs(args, task, signals)    waits; false: the call is over for this worker
 //   tile(args, worker, task)      arithmetic and copies, no signals
 //   publishes(args, task, signals)
@@ -46,6 +46,20 @@ MOK_DEVICE bool wait_slot_free(const Call& call, int32 block, Signals<Worker>& s
     if (!signals.wait_local(Edge::slot_free, slot_index(s, before, slot), slot_frees(call, before, slot))) return false;
   }
   return true;
+}
+
+// After a row block's rows have been used up: arrivals at its slot, one for each task unless `count` says otherwise.
+template <class Worker>
+MOK_DEVICE void free_slot(const Call& call, int32 block, Signals<Worker>& signals, Word count = 1) {
+  signals.add(Edge::slot_free,
+              slot_index(call.shape, block_macrobatch(call.shape, block), block_slot(call.shape, block)), count);
+}
+
+// Where an output row goes: the cell of its route at its source; null for padding, which is never sent back.
+MOK_DEVICE bf16* combine_destination(const Call& call, int64 row) {
+  const int32 dst_rank = call.schedule.peer_rank[row];
+  if (dst_rank < 0) return nullptr;
+  return call.peer<bf16>(Region::combine, dst_rank) + int64{call.schedule.peer_token_idx[row]} * call.shape.hidden_size;
 }
 
 // Row `row_in_block` of a ring region, or of the caller's tensor (the context, what a dgrad apart saves) where that holds
@@ -99,6 +113,19 @@ MOK_DEVICE float* row_weight(const Call& call, int32 block, int32 row_in_block) 
 MOK_DEVICE float* router_partials(const Call& call, int32 block, int32 row_in_block) {
   return call.at<float>(Region::router_partials) +
          (block_ring_row(call.shape, block) + row_in_block) * (call.shape.intermediate_size / kLaneCols);
+}
+
+// By the last stage that leaves something for weight gradients.
+template <class Worker>
+MOK_DEVICE void say_segment_ready(const Call& call, int32 block, Signals<Worker>& signals) {
+  const int32 expert = call.schedule.row_block_expert[block];
+  signals.add(Edge::segment_ready, segment_index(call, expert, block_macrobatch(call.shape, block)));
+}
+
+// f(S{}). A stage that is done in one of several ways (dispatch, combine) has an overload that chooses by the shape.
+template <class S, class F>
+MOK_DEVICE bool in_its_way(const Shape&, S, F&& f) {
+  return f(S{});
 }
 
 }  // namespace mok

@@ -10,12 +10,6 @@
 
 namespace mok {
 
-// torch.clamp's comparisons: a NaN stays a NaN.
-MOK_DEVICE float clamp_above(float value, float limit) { return value > limit ? limit : value; }
-MOK_DEVICE float clamp_both(float value, float limit) {
-  return value > limit ? limit : value < -limit ? -limit : value;
-}
-
 // gate and up hold BF16 values.
 MOK_DEVICE bf16 swiglu(const Call& call, float gate, float up) {
   if (call.has_swiglu_limit) {
@@ -28,7 +22,6 @@ MOK_DEVICE bf16 swiglu(const Call& call, float gate, float up) {
 
 struct Swiglu {
   static constexpr Stage kStage = Stage::swiglu;
-  static constexpr bool kIsCopyOnly = false;
 
   template <class Worker>
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {

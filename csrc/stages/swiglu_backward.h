@@ -8,7 +8,8 @@
 // quantized with a scale for 32 columns; w * h stays BF16 (see quantize.h).
 #pragma once
 
-#include "stages/swiglu.h"
+#include "mxfp8.h"
+#include "stages/stage.h"
 
 namespace mok {
 
@@ -39,7 +40,6 @@ MOK_DEVICE SwigluGradient swiglu_backward(const Call& call, float gate, float up
 
 struct SwigluBackward {
   static constexpr Stage kStage = Stage::swiglu_backward;
-  static constexpr bool kIsCopyOnly = false;
 
   template <class Worker>
   MOK_DEVICE static bool needs(const Args& args, const Task& task, Signals<Worker>& signals) {
@@ -118,12 +118,6 @@ struct SwigluBackward {
   MOK_DEVICE static void say_d_gate_up_ready(const Call& call, int32 block, Signals<W>& signals) {
     signals.add(Edge::d_gate_up_ready, block);
     if (!call.shape.is_mxfp8()) say_segment_ready(call, block, signals);
-  }
-  // By the last stage that leaves something for weight gradients.
-  template <class W>
-  MOK_DEVICE static void say_segment_ready(const Call& call, int32 block, Signals<W>& signals) {
-    const int32 expert = call.schedule.row_block_expert[block];
-    signals.add(Edge::segment_ready, segment_index(call, expert, block_macrobatch(call.shape, block)));
   }
 };
 

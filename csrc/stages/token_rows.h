@@ -95,6 +95,36 @@ MOK_DEVICE void pull_token_rows(const Call& call, Worker& worker, const Task& ta
   });
 }
 
+// The sources of a copy task's rows have published their input.
+template <class Worker>
+MOK_DEVICE bool wait_row_sources(const Call& call, const Task& task, Signals<Worker>& signals) {
+  SeenRanks& seen = signals.seen_inputs();
+  if (seen.count() == call.shape.num_ranks) return true;
+  const int32 first = task.part * kCopyRows, num_rows = num_valid_rows(call, task.block, first, kCopyRows);
+  const int32* src_rank = call.schedule.peer_rank + int64{task.block} * call.shape.row_block() + first;
+  for (int32 i = 0; i < num_rows; ++i)
+    if (!signals.wait_rank_once(Edge::input_ready, src_rank[i], seen)) return false;
+  return true;
+}
+
+// gate_up's side of x_ready: all rows of the block have come.
+template <class Worker>
+MOK_DEVICE bool wait_x_ready(const Call& call, int32 block, Signals<Worker>& signals) {
+  if (!call.shape.is_push_dispatch) {
+    const Grain grain = signal_grain(Edge::x_ready, call, block);
+    return signals.wait_local(Edge::x_ready, grain.index, grain.want);
+  }
+  const int32 blocks = call.shape.is_minibatch_grain ? call.shape.blocks_per_slot() : 1;
+  const int32 first_block = block / blocks * blocks;
+  const int32 end_block = min_of(first_block + blocks, num_rows(call) / call.shape.row_block());
+  for (int64 row = int64{first_block} * call.shape.row_block(); row < int64{end_block} * call.shape.row_block();
+       ++row) {
+    const int32 src_rank = call.schedule.peer_rank[row];
+    if (src_rank >= 0 && !signals.wait_arrival(Edge::x_arrived, block / blocks, src_rank)) return false;
+  }
+  return true;
+}
+
 // What a copy task of `rows` rows reads and writes.
 MOK_DEVICE int64 token_rows_bytes(const Call& call, int64 rows) {
   return rows * (call.shape.token_row_bytes() + call.shape.hidden_size * int64{sizeof(bf16)});

@@ -3,6 +3,6 @@
 
 #if defined(MOK_TARGET_HOST)
 #include "targets/host/driver.h"
-#elif defined(MOK_TARGET_SM90)
+#elif defined(MOK_TARGET_CUDA)
 #include "targets/cuda/driver.h"
 #endif

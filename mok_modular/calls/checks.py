@@ -192,11 +192,7 @@ def check_layer(
         check_mxfp8_sizes(sizes, workspace.device)
     elif config.wire != "bf16":
         raise ValueError(f"config.wire={config.wire!r} needs MXFP8 weights, got BF16 ones")
-    if swiglu_limit is not None:
-        if isinstance(swiglu_limit, bool) or not isinstance(swiglu_limit, int | float):
-            raise TypeError(f"swiglu_limit must be a float or None, got {type(swiglu_limit).__name__}")
-        if not swiglu_limit >= 0:
-            raise ValueError(f"swiglu_limit must be at least 0, got {swiglu_limit}")
+    check_swiglu_limit(swiglu_limit)
     return num_local_experts, inter, shared_size
 
 
@@ -211,6 +207,15 @@ def check_inputs(device: torch.device, inputs: Mapping[str, Any], weights: Mappi
     for name, tensor in (*inputs.items(), *weights.items()):
         if tensor is not None:
             check_device(name, tensor, device, "group's")
+
+
+def check_swiglu_limit(swiglu_limit: Any) -> None:
+    if swiglu_limit is None:
+        return
+    if isinstance(swiglu_limit, bool) or not isinstance(swiglu_limit, int | float):
+        raise TypeError(f"swiglu_limit must be a float or None, got {type(swiglu_limit).__name__}")
+    if not swiglu_limit >= 0:
+        raise ValueError(f"swiglu_limit must be at least 0, got {swiglu_limit}")
 
 
 def check_tensor(name: str, tensor: Any, dtype: torch.dtype, workspace: Workspace) -> None:

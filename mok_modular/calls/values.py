@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mok_modular.protocol.sizes import extension
+from mok_modular.protocol.extension import extension
 
 ROUTED_WEIGHTS = ("w_routed_gate", "w_routed_up", "w_routed_down")
 

@@ -323,7 +323,7 @@ def check_output(path: Path) -> None:
 
 def check_picture(path: Path) -> None:
     """The same for a picture; then raises ImportError where matplotlib is missing."""
-    from mok_modular.sweep_plot import pyplot
+    from mok_modular.cli.sweep_plot import pyplot
 
     check_output(path)
     pyplot()

@@ -19,6 +19,7 @@ from mok_modular.protocol.config import MoKConfig
 from mok_modular.protocol.extension import source_dir, source_hash
 from mok_modular.protocol.shapes import PRESETS, MoEShape
 from mok_modular.targets.build import BuildError, host_build_info
+from mok_modular.targets.cuda.arch import arch_of, describe
 
 MIN_PYTHON = (3, 11)
 MIN_TORCH = (2, 10)
@@ -231,21 +232,21 @@ def _check_gpus(report: Report) -> None:
     try:
         import torch
 
+        capabilities = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
         names = [
-            f"{torch.cuda.get_device_name(i)} (sm_{''.join(map(str, torch.cuda.get_device_capability(i)))})"
-            for i in range(torch.cuda.device_count())
+            f"{torch.cuda.get_device_name(i)} (sm_{major}{minor})" for i, (major, minor) in enumerate(capabilities)
         ]
     except Exception as error:  # a driver at odds with torch raises many things, and none of them is in the way
         report.facts["gpus"] = f"cannot be listed: {error}"
         return
     found = ", ".join(names) if names else "none"
-    report.facts["gpus"] = f"{found}; this version has kernels for sm_90 (Hopper) only, and for some plans"
-    if any("(sm_90)" in name for name in names):
+    report.facts["gpus"] = f"{found}; this version has kernels for {describe()} only, and for some plans"
+    if any(map(arch_of, capabilities)):
         _check_gpu_packages(report)
 
 
 def _check_gpu_packages(report: Report) -> None:
-    """What a Hopper GPU needs to be used."""
+    """What a GPU with kernels here needs to be used."""
     for module, package in (
         ("cuda.bindings.nvrtc", "cuda-python and nvidia-cuda-nvrtc"),
         ("nvshmem", "nvshmem4py-cu13"),

@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from mok_modular.protocol.extension import extension
 from mok_modular.protocol.plan import Plan, all_plans
-from mok_modular.protocol.sizes import extension
 
 SEQUENCES = ("SSS", "CC", "CF", "SFSF", "FFBB", "FCB", "FRF")
 """Schedule, forward, recompute (C), backward, and R: after an abort, or without one, the workspace is reset."""

@@ -69,11 +69,11 @@ def add_stage_options(stages: argparse.ArgumentParser) -> None:
 
 def run_stage(args: argparse.Namespace) -> int:
     """One captured stage alone: the compiled one against its reference."""
-    from mok_modular.protocol.swap_rules import STAGES_OF
+    from mok_modular.protocol.swap_rules import SIGNATURES
     from mok_modular.testing.capture import replay
 
-    if args.only not in STAGES_OF:
-        raise ValueError(f"with --input, --only must be one of {', '.join(STAGES_OF)}; got {args.only!r}")
+    if args.only not in SIGNATURES:
+        raise ValueError(f"with --input, --only must be one of {', '.join(SIGNATURES)}; got {args.only!r}")
     found = replay(args.only, args.input, args.dump)
     if args.json:
         print(json.dumps({"ok": True, "stage": args.only, **found}))

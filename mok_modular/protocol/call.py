@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mok_modular.protocol.config import MoKConfig
 from mok_modular.protocol.plan import Launch, Plan, group_mask
+from mok_modular.protocol.roster import roster
 
 STREAMS = {"comm": 0, "compute": 1}
 
@@ -74,7 +75,7 @@ def launches(call: Call, shape: Any) -> list[Launch]:
 
 def last_remote_launch(in_order: Sequence[Launch]) -> int:
     """The launch behind which a rank has no remote access left; -1 if none works through the ring."""
-    remote = ("dispatch", "combine", "reverse_combine", "reverse_dispatch")
+    remote = roster().communicating
     windowed = [i for i, launch in enumerate(in_order) if group_mask(launch.stages)]
     reaching = [i for i in windowed if any(stage in in_order[i].stages for stage in remote)]
     return max(reaching or windowed, default=-1)

@@ -7,48 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mok_modular.protocol.call import Call
-from mok_modular.protocol.plan import WINDOWED_STAGES
-
-WRITERS = {
-    "topk_ready": ("schedule",),
-    "input_ready": ("publish",),
-    "entered": ("publish", "schedule"),
-    "done": ("combine", "down", "publish", "reduce", "reverse_dispatch", "gate_up_dgrad"),
-    "x_ready": ("dispatch",),
-    "x_arrived": ("dispatch",),
-    "gate_up_ready": ("gate_up",),
-    "hidden_ready": ("swiglu", "gate_up"),
-    "y_ready": ("down",),
-    "y_arrived": ("down",),
-    "slot_free": ("combine", "down", "reverse_dispatch", "gate_up_dgrad", "wgrad"),
-    "shared_hidden_ready": ("shared_gate_up",),
-    "shared_ready": ("shared_down", "shared_gate_up_dgrad"),
-    "d_y_ready": ("reverse_combine",),
-    "d_hidden_ready": ("down_dgrad",),
-    "d_gate_up_ready": ("swiglu_backward", "down_dgrad"),
-    "d_x_ready": ("gate_up_dgrad",),
-    "segment_ready": ("swiglu_backward", "down_dgrad", "quantize"),
-    "carry_done": ("wgrad",),
-    "shared_d_gate_up_ready": ("shared_down_dgrad",),
-    "published": ("publish",),
-}
-"""Which stages publish an edge."""
-
-
-TASK_ORDER = (
-    "publish",
-    "shared_gate_up",
-    "shared_down",
-    "shared_down_dgrad",
-    "shared_gate_up_dgrad",
-    "shared_wgrad",
-    *WINDOWED_STAGES,
-    "reduce",
-)
-"""The stages in the order of a rank's tasks; a call has those of its pass."""
-
-
-_SCHEDULE_ORDER = ("topk_ready", "ids_counted", "laid_out")
+from mok_modular.protocol.roster import roster
 
 
 def is_mismatch_hidden(calls: Sequence[Call]) -> bool:
@@ -69,13 +28,13 @@ def find_culprit(
 
     def place(wait: Mapping[str, Any]) -> tuple[float, int]:
         if wait["stage"] == "schedule":
-            return 0, _SCHEDULE_ORDER.index(wait["edge"])
+            return 0, roster().edge_names.index(wait["edge"])  # the order in which a schedule waits
         generation: float = wait["block"] // ring_blocks  # macrobatches ascend in a backward, else descend
         if not is_backward:
             generation = -generation
-        if wait["stage"] not in WINDOWED_STAGES:
+        if wait["stage"] not in roster().windowed:
             generation = math.inf if wait["stage"] == "reduce" else -math.inf
-        return generation, TASK_ORDER.index(wait["stage"])
+        return generation, roster().task_order.index(wait["stage"])
 
     is_id_missing = any(wait["stage"] == "schedule" and wait["peer"] >= 0 for wait in waits)
 
@@ -86,13 +45,10 @@ def find_culprit(
             return not any(other["rank"] == wait["rank"] and place(other) < place(wait) for other in waits)
         if wait["stage"] == "schedule":
             return True
-        last_writer = {"done": "wgrad" if is_backward else "combine", "entered": "publish"}.get(
-            wait["edge"], WRITERS[wait["edge"]][-1]
-        )
-        num_before = TASK_ORDER.index(last_writer) + 1
+        last_writer = roster().last_writer(wait["edge"], is_backward=is_backward)
+        before = roster().task_order[: roster().task_order.index(last_writer) + 1]
         return not any(
-            other["rank"] == wait["peer"] and other is not wait and other["stage"] in TASK_ORDER[:num_before]
-            for other in waits
+            other["rank"] == wait["peer"] and other is not wait and other["stage"] in before for other in waits
         )
 
     return next((wait for wait in waits if is_root(wait)), waits[0] if waits else None)

@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import shlex
 import sys
+import threading
 from collections.abc import Iterable
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
@@ -21,6 +22,7 @@ from typing import Any
 NAME = "mok_modular._host"
 PACKAGE = Path(__file__).resolve().parents[1]
 SOURCE_SUFFIXES = (".cpp", ".cu", ".h")
+_LOCK = threading.Lock()
 
 LEVELS = {
     "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
@@ -46,7 +48,9 @@ def extension() -> Any:
     those of this source tree, or for a processor that has instructions which this one lacks.
     """
     if sys.modules.get(NAME) is None:
-        sys.modules[NAME] = _load(PACKAGE)
+        with _LOCK:  # two threads that load it would register its types twice
+            if sys.modules.get(NAME) is None:
+                sys.modules[NAME] = _load(PACKAGE)
     return sys.modules[NAME]
 
 

@@ -12,25 +12,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-STAGES = ("dispatch", "gate_up", "swiglu", "down", "combine")
-"""The fusible stages of a forward, in data-flow order."""
+from mok_modular.protocol.roster import STAGES, roster
 
-BACKWARD_STAGES = ("reverse_combine", "down_dgrad", "swiglu_backward", "gate_up_dgrad", "reverse_dispatch")
-"""Those of a backward: STAGES mirrored, last to first."""
-
-WGRAD_STAGES = ("quantize", "wgrad")
-"""The weight gradients, behind the quantization of what they multiply, which is there in MXFP8 alone."""
-
-WINDOWED_STAGES = (*STAGES, *BACKWARD_STAGES, *WGRAD_STAGES)
-"""All that work window by window through the ring. Bit i of a group mask is WINDOWED_STAGES[i]."""
-
-REPLAY_STAGES = ("dispatch", "gate_up")
-"""What a backward runs again for rows that the context does not hold."""
-
-SHARED_STAGES = ("shared_gate_up", "shared_down")
-SHARED_DGRAD_STAGES = ("shared_down_dgrad", "shared_gate_up_dgrad")
-
-_COMM_STAGES = frozenset({"publish", "dispatch", "combine", "reverse_combine", "reverse_dispatch"})
 _RULE = f"'fused', 'split', or {', '.join(STAGES)} in this order, each once, joined by '|' (cut) or '+' (same kernel)"
 
 Stream = Literal["comm", "compute"]
@@ -105,14 +88,14 @@ class Plan:
 
     @property
     def backward_groups(self) -> tuple[tuple[str, ...], ...]:
-        """The groups of BACKWARD_STAGES that mirror the plan, in data-flow order."""
-        mirror = dict(zip(STAGES, reversed(BACKWARD_STAGES), strict=True))
+        """The groups of a backward's stages that mirror the plan, in data-flow order."""
+        mirror = roster().mirror
         return tuple(tuple(mirror[stage] for stage in reversed(group)) for group in reversed(self.groups))
 
     @property
     def replay_groups(self) -> tuple[tuple[str, ...], ...]:
         """The kernels of a replay: dispatch and gate_up, together where the plan has them together."""
-        groups = (tuple(stage for stage in group if stage in REPLAY_STAGES) for group in self.groups)
+        groups = (tuple(stage for stage in group if stage in roster().replayed) for group in self.groups)
         return tuple(group for group in groups if group)
 
     def launches(self, num_generations: int, has_shared: bool) -> list[Launch]:
@@ -125,15 +108,16 @@ class Plan:
         """
         if num_generations < 1:
             raise ValueError(f"num_generations must be at least 1, got {num_generations}")
-        shared = SHARED_STAGES if has_shared else ()
+        shared = roster().names("prologue", "forward") if has_shared else ()
+        ending = roster().names("windowed", "forward_end")
         reduce = Launch("reduce", ("reduce",), None, "compute")
         if self.is_fused:
-            return [Launch("fused", ("publish", *shared, *STAGES), None, "compute"), reduce]
+            return [Launch("fused", ("publish", *shared, *STAGES, *ending), None, "compute"), reduce]
         first = [Launch(stage, (stage,), None, _stream((stage,))) for stage in ("publish", *shared)]
         windows = [
             Launch("+".join(group), group, generation, _stream(group))
             for generation in range(num_generations)
-            for group in self.groups
+            for group in (*self.groups, *((stage,) for stage in ending))
         ]
         return [*first, *windows, reduce]
 
@@ -162,25 +146,27 @@ class Plan:
         kernel of their own, last in the generation: down's need what swiglu_backward leaves. In MXFP8 the quantization
         of what they multiply is another, before them. In the fused plan all but reduce are tasks of one kernel.
         """
-        dgrad = SHARED_DGRAD_STAGES if has_shared and has_dgrad else ()
-        wgrad = ("shared_wgrad",) if has_shared and has_wgrad else ()
+        dgrad = roster().names("prologue", "backward") if has_shared and has_dgrad else ()
+        wgrad = roster().names("prologue", "wgrad") if has_shared and has_wgrad else ()
+        ending = roster().names("windowed", "wgrad")
         reduce = Launch("reduce", ("reduce",), None, "compute")
         if self.is_fused and has_dgrad:  # without weight gradients it is the same kernel, which then has no such tasks
-            stages = ("publish", *dgrad, *wgrad, *REPLAY_STAGES, *BACKWARD_STAGES, *WGRAD_STAGES)
+            windowed = roster().names("windowed", "replayed", "backward", "wgrad")
+            stages = ("publish", *dgrad, *wgrad, *windowed)
             return [Launch("fused", stages, None, "compute"), reduce]
         first = [Launch(stage, (stage,), None, _stream((stage,))) for stage in ("publish", *dgrad, *wgrad)]
         windows = []
         for generation in range(num_generations):
             groups = [*(self.replay_groups if generation else ()), *self.backward_groups] if has_dgrad else []
-            groups += [("quantize",)] if has_wgrad and is_mxfp8 else []
-            groups += [("wgrad",)] if has_wgrad else []
+            groups += [(stage,) for stage in ending if has_wgrad and (is_mxfp8 or stage != "quantize")]
             windows += [Launch("+".join(group), group, generation, _stream(group)) for group in groups]
         return [*first, *windows, reduce]
 
 
 def group_mask(stages: Sequence[str]) -> int:
     """The bit mask of the windowed stages among `stages`."""
-    return sum(1 << WINDOWED_STAGES.index(stage) for stage in stages if stage in WINDOWED_STAGES)
+    windowed = roster().windowed
+    return sum(1 << windowed.index(stage) for stage in stages if stage in windowed)
 
 
 def all_plans() -> list[Plan]:
@@ -199,7 +185,7 @@ def all_plans() -> list[Plan]:
 
 def _stream(stages: Sequence[str]) -> Stream:
     """Kernels that only copy between ranks go beside the arithmetic."""
-    return "comm" if _COMM_STAGES.issuperset(stages) else "compute"
+    return "comm" if roster().communicating.issuperset(stages) else "compute"
 
 
 def _check_groups(groups: Sequence[Sequence[str]], given: str) -> None:

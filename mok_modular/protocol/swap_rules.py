@@ -5,24 +5,11 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
-from mok_modular.protocol.plan import STAGES, WINDOWED_STAGES, Plan
-
-STAGES_OF = {
-    "dispatch": ("dispatch",),
-    "grouped_gemm": ("gate_up", "down"),
-    "swiglu": ("swiglu",),
-    "combine": ("combine",),
-    "reduce": ("reduce",),
-    "reverse_combine": ("reverse_combine",),
-    "grouped_dgrad": ("down_dgrad", "gate_up_dgrad"),
-    "swiglu_backward": ("swiglu_backward",),
-    "reverse_dispatch": ("reverse_dispatch",),
-    "wgrad": ("wgrad",),
-}
-"""Which stages of a plan a swapped function stands in for; reduce always stands alone."""
-
+from mok_modular.protocol.plan import STAGES, Plan
+from mok_modular.protocol.roster import roster
 
 SIGNATURES = {
     "dispatch": "xs, schedules, topk=",
@@ -36,7 +23,8 @@ SIGNATURES = {
     "reverse_dispatch": "d_xs, router_partials, schedules",
     "wgrad": "left, right, segment_start, segment_num_rows, carry",
 }
-"""The arguments of a swapped function: those of `mok_modular.stages.<name>.reference`, but for its `direction`."""
+"""What can be swapped, and the arguments of the function: as of `mok_modular.stages.<name>.reference`, without
+`direction`."""
 
 BACKWARD_OF = {
     "dispatch": ("reverse_dispatch",),
@@ -46,8 +34,20 @@ BACKWARD_OF = {
 }
 """The stages of a backward that differentiate a stage of the forward. (reduce serves both passes.)"""
 
-NAME_OF = {stage: name for name, stages in STAGES_OF.items() for stage in stages}
-"""Which swapped function stands in for a stage of a plan."""
+
+@cache
+def stages_of() -> dict[str, tuple[str, ...]]:
+    """Which stages of a plan a swapped function stands in for, by its name; reduce always stands alone."""
+    places = ("windowed", "last")
+    return {
+        name: tuple(stage.name for stage in roster().stages if stage.file == name and stage.place in places)
+        for name in SIGNATURES
+    }
+
+
+def name_of(stage: str) -> str:
+    """The swapped function that stands in for a stage of a plan, "" if there is none."""
+    return next((name for name, stages in stages_of().items() if stage in stages), "")
 
 
 def check_stages(stages: Any, plan: Plan, *, is_push_dispatch: bool, is_pull_combine: bool) -> None:
@@ -55,13 +55,13 @@ def check_stages(stages: Any, plan: Plan, *, is_push_dispatch: bool, is_pull_com
     if not isinstance(stages, Mapping):
         raise TypeError(f"stages must be a dict of functions by stage, got {type(stages).__name__}")
     for name, function in stages.items():
-        if name not in STAGES_OF:
-            stands_for = NAME_OF.get(name)
+        if name not in SIGNATURES:
+            stands_for = name_of(name)
             hint = f" (swapped by {stands_for!r})" if stands_for else ""
-            raise ValueError(f"stages can be {', '.join(STAGES_OF)}; got {name!r}{hint}")
+            raise ValueError(f"stages can be {', '.join(SIGNATURES)}; got {name!r}{hint}")
         if not callable(function):
             raise TypeError(f"stages[{name!r}] must be a function, got {type(function).__name__}")
-        for stage in STAGES_OF[name]:
+        for stage in stages_of()[name]:
             group = _group_of(stage, plan)
             if len(group) > 1:
                 raise ValueError(
@@ -104,4 +104,4 @@ def _group_of(stage: str, plan: Plan) -> tuple[str, ...]:
     """What shares a kernel with a stage in the pass that it belongs to."""
     kernels = plan.launches(1, False) if stage in STAGES else plan.backward_launches(1, False)
     group = next((launch.stages for launch in kernels if stage in launch.stages), (stage,))
-    return tuple(each for each in group if each == stage or each in WINDOWED_STAGES)
+    return tuple(each for each in group if each == stage or each in roster().windowed)

@@ -3,26 +3,30 @@
     group = LocalGroup(4)
     outs = group.run(step)      # step(member) once per rank, each in a thread, as a torchrun process would
 
-A member has `rank()` and `size()` as a ProcessGroup has and goes wherever one goes. Collective calls meet in
-rounds: the n-th collective call of every member is one round. A round ends for everybody when all have come,
-when one of them brings an error, when one has returned without coming, or when `start_timeout_s` is over.
+A member has `rank()` and `size()` as a ProcessGroup has and goes wherever one goes. Members take turns (turns.py).
+Collective calls meet in rounds: the n-th collective call of every member is one round. A round ends for everybody when
+all have come, when one of them brings an error, when one has returned without coming, or when one is late by
+`start_timeout_s`.
 """
 
 from __future__ import annotations
 
-import copy
+import contextvars
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 
-from mok_modular.protocol.errors import MoKPeerError, MoKTimeoutError
+from mok_modular.protocol.errors import MoKPeerError
 from mok_modular.ranks.member import Member
+from mok_modular.ranks.member_state import CallerState
 from mok_modular.ranks.process_group import process_member
+from mok_modular.ranks.rounds import Round, peer_error, raise_first
+from mok_modular.ranks.turns import TURNS, Turn, current_turn
 
 T = TypeVar("T")
 
@@ -31,15 +35,8 @@ EXECUTORS = ("fibers", "threads")
 DEFAULT_NUM_WORKERS = 4
 INTERRUPT_PATIENCE_S = 5.0
 """How long Ctrl-C waits for members that are in code of their own."""
-
-
-@dataclass
-class _Round:
-    arrivals: dict[int, tuple[str, Any]] = field(default_factory=dict)
-    is_checked_later: bool = True
-    results: list[Any] | None = None
-    error: Callable[[int], Exception] | None = None
-    num_left: int = 0
+WATCH_INTERVAL_S = 0.05
+"""How often a run looks for late members and for a turn that does not go on."""
 
 
 class LocalGroup:
@@ -78,8 +75,9 @@ class LocalGroup:
         self.executor = executor
         self.num_workers = num_workers if num_workers is not None else DEFAULT_NUM_WORKERS
         self.members = tuple(LocalMember(self, rank) for rank in range(size))
-        self._condition = threading.Condition()
-        self._rounds: dict[int, _Round] = {}
+        self._lock = threading.RLock()
+        self._turns: list[Turn] = []  # by rank, while a run is going on
+        self._rounds: dict[int, Round] = {}
         self._num_calls = [0] * size
         self._outcomes: list[Exception | str | None] = [None] * size  # how a member's function ended
         self._run_idx = 0  # even: no run is going on
@@ -94,7 +92,23 @@ class LocalGroup:
     def run(self, fn: Callable[[LocalMember], T]) -> list[T]:
         """Runs `fn(member)` once per rank, each in a thread of its own; returns the results by rank.
 
-        The caller's grad and inference modes hold in the members too.
+        Members behave like forked processes. Each has random generators of its own (torch's on the CPU and on GPUs,
+        those of `random` and NumPy), a default dtype and settings of anomaly mode and scaled_dot_product_attention,
+        which start from the caller's: so all ranks draw the same numbers until they are seeded by rank. Grad and
+        inference mode, autocast, torch's modes (a default device, FlopCounterMode), a running torch.profiler, context
+        variables, and the current CUDA device and stream are those of the caller. What members share is memory: a
+        tensor or a module of the caller is the same object in each of them.
+
+        One member runs Python at a time. The others' turns come, by rank, where it waits in a collective call or ends,
+        so with the same seeds a run gives the same numbers as another run, and as processes. A member that waits in any
+        other way (a threading.Barrier, a queue, a lock, time.sleep) keeps its turn for 0.2 s (turns.PATIENCE_S); then
+        others run, and it goes on when it gets a turn again. Every member still draws its own numbers then, but the
+        order of turns depends on time, and so does what they do to objects that they share. member.all_reduce([]) is a
+        barrier without that delay. Threads that a member starts share its turn; the other threads of the process use
+        the generators of the member that runs.
+
+        Afterwards the caller's generators are where rank 0 left its own, so one rank draws what a plain call draws, and
+        the next run draws other numbers. Its settings are as before; where run raises, so are its generators.
 
         Re-raises the exception of the rank that caused the failure (not those of its peers, which only saw
         it), with the rank in a note. Ctrl-C ends running calls and is re-raised; members that are busy with
@@ -103,17 +117,28 @@ class LocalGroup:
         """
         results: list[Any] = [None] * self._size
         errors: list[BaseException | None] = [None] * self._size
-        is_grad, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        with self._condition:
+        if torch.device(self.device).type == "cuda" and torch.cuda.is_available():
+            torch.cuda.init()  # seeds that members set before it would all be used when the first one initialises it
+        caller_state = CallerState()
+        caller = current_turn()
+        if caller is not None and caller.is_closed:  # of a run that was interrupted
+            caller = None
+        with self._lock:
             if self._run_idx % 2:
                 raise RuntimeError("this group is running already: run can neither be nested nor called twice at once")
             self._run_idx += 1
             run_idx = self._run_idx
+        turns = self._turns = [Turn() for _ in range(self._size)]
+        num_running, all_ended = self._size, threading.Event()
 
         def body(rank: int) -> None:
+            nonlocal num_running
             self._local.run_idx, self._local.rank = run_idx, rank
+            TURNS.enter(turns[rank])
             try:
-                with torch.inference_mode(is_inference), torch.set_grad_enabled(is_grad):
+                if self._run_idx != run_idx:  # interrupted before its first turn
+                    raise MoKPeerError("interrupted")
+                with caller_state.applied():
                     results[rank] = fn(self.members[rank])
                 self._finish(run_idx, rank, "returned")
             except Exception as error:
@@ -122,19 +147,31 @@ class LocalGroup:
             except BaseException as error:
                 errors[rank] = error
                 self._finish(run_idx, rank, RuntimeError(repr(error)))
+            finally:
+                with self._lock:
+                    num_running -= 1
+                    if num_running == 0:
+                        all_ended.set()
+                TURNS.end(turns[rank])
 
         threads = [
-            threading.Thread(target=body, args=(rank,), name=f"mok-rank-{rank}", daemon=True)
+            threading.Thread(
+                target=contextvars.copy_context().run, args=(body, rank), name=f"mok-rank-{rank}", daemon=True
+            )
             for rank in range(self._size)
         ]
+        is_ok = False
         try:
+            TURNS.open(turns, caller)
             for thread in threads:
                 thread.start()
+            while not all_ended.wait(WATCH_INTERVAL_S):  # a short wait, so that Ctrl-C is seen
+                self._watch()
             for thread in threads:
-                while thread.is_alive():
-                    thread.join(timeout=0.2)  # short, so that Ctrl-C is seen
+                thread.join()
+            is_ok = all(error is None for error in errors)
         except BaseException:  # KeyboardInterrupt, or what another signal's handler raises
-            self._interrupt()
+            self._interrupt(turns)
             deadline = time.monotonic() + INTERRUPT_PATIENCE_S
             for thread in threads:
                 if thread.ident is not None:
@@ -142,12 +179,15 @@ class LocalGroup:
             raise
         finally:
             # Ranks that stopped at different calls start the next run together.
-            with self._condition:
+            with self._lock:
                 self._run_idx = run_idx + 1
+                self._end_rounds("the run has ended")
                 self._rounds.clear()
                 self._num_calls = [0] * self._size
                 self._outcomes = [None] * self._size
-        self._raise_first(errors)
+                self._turns = []
+            TURNS.close(turns, caller, is_ok=is_ok)
+        raise_first(errors)
         return results
 
     def on_interrupt(self, target: Any) -> None:
@@ -173,30 +213,37 @@ class LocalGroup:
 
         Raises RuntimeError for another member's thread, or outside of `run` where there are other ranks.
         """
-        with self._condition:
+        with self._lock:
+            self._check_thread(rank, name)
+            turn = self._turns[rank] if self._turns else None  # None: one rank, outside of run
+        if turn is not None:
+            TURNS.take(turn)  # a thread that a member has started may come without
+        with self._lock:
             self._check_thread(rank, name)
             number = self._num_calls[rank]
             self._num_calls[rank] += 1
-            this = self._rounds.setdefault(number, _Round())
+            this = self._rounds.setdefault(number, Round())
             this.arrivals[rank] = (name, payload)
             this.is_checked_later &= is_checked_later
             if isinstance(payload, Exception) and this.error is None:
-                this.error = _peer_error(rank, payload)
+                this.error = peer_error(rank, payload)
             elif this.error is None and len(this.arrivals) == self._size:
-                self._act(this, act)
-            self._condition.notify_all()
-            deadline = time.monotonic() + timeout_s if timeout_s > 0 else None
-            while this.results is None and this.error is None:
-                if self._see_finished(this):
-                    break
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    self._time_out(this, timeout_s)
-                    break
-                self._condition.wait(timeout=left)
+                self._act(this, act, turn)
+            else:
+                this.see_ended(self._outcomes, self._num_calls)
+            is_waiting = not this.is_over()
+            if is_waiting:
+                this.waiting[rank] = timeout_s
+            else:
+                self._announce(this)
+        if is_waiting:
+            assert turn is not None
+            TURNS.leave(turn)
+            TURNS.wait(turn, this.is_over)
+        with self._lock:
             this.num_left += 1
             if this.num_left == self._size:
-                del self._rounds[number]
+                self._rounds.pop(number, None)
         if isinstance(payload, Exception):
             raise payload
         if this.error is not None:
@@ -207,63 +254,49 @@ class LocalGroup:
             raise result
         return result
 
-    def _act(self, this: _Round, act: Callable[[list[Any]], Sequence[Any]]) -> None:
-        names = [this.arrivals[rank][0] for rank in range(self._size)]
-        payloads = [this.arrivals[rank][1] for rank in range(self._size)]
-        if len(set(names)) > 1 and not this.is_checked_later:
-            given = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
-            text = f"ranks make different calls at the same time ({given}); "
-            text += "every rank makes the same calls in the same order"
-            this.error = lambda _: MoKPeerError(text)
-            return
+    def as_rank(self, rank: int) -> AbstractContextManager[None]:
+        """For a call that one member runs for all: inside, random numbers are drawn from the generators of `rank`."""
+        return TURNS.lent(self._turns[rank]) if self._turns else nullcontext()
+
+    def _act(self, this: Round, act: Callable[[list[Any]], Sequence[Any]], turn: Turn | None) -> None:
+        if turn is not None:
+            turn.is_acting = True
         try:
-            this.results = list(act(payloads))
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            this.results = [_copy_of(error, text) for _ in names]
+            this.act(self._size, act)
+        finally:
+            if turn is not None:
+                turn.is_acting = False
 
-    def _see_finished(self, this: _Round) -> bool:
-        """A member that has returned, or failed, will never come."""
-        for rank, outcome in enumerate(self._outcomes):
-            if outcome is None or rank in this.arrivals:
-                continue
-            if isinstance(outcome, Exception):
-                this.error = _peer_error(rank, outcome)
-            else:
-                waiting = ", ".join(f"rank {r} in {this.arrivals[r][0]}" for r in sorted(this.arrivals))
-                this.error = _left_error(rank, self._num_calls[rank], waiting)
-            self._condition.notify_all()
-            return True
-        return False
-
-    def _time_out(self, this: _Round, timeout_s: float) -> None:
-        missing = [rank for rank in range(self._size) if rank not in this.arrivals]
-        calls = {rank: name for rank, (name, _) in sorted(this.arrivals.items())}
-        waits = [
-            {
-                "rank": rank,
-                "stage": name,
-                "edge": "entered",
-                "index": peer,
-                "have": 0,
-                "want": 1,
-                "peer": peer,
-            }
-            for rank, name in calls.items()
-            for peer in missing
-        ]
-        this.error = lambda rank: MoKTimeoutError(
-            f"{calls.get(rank, 'a collective call')}: no call from rank {', '.join(map(str, missing))} within "
-            f"start_timeout_s={timeout_s:g} s",
-            waits,
-        )
-        self._condition.notify_all()
+    def _announce(self, this: Round) -> None:
+        """The ranks that wait in a round which is over can go on when their turn comes."""
+        for rank in sorted(this.waiting):
+            TURNS.announce(self._turns[rank])
+        this.waiting.clear()
 
     def _finish(self, run_idx: int, rank: int, outcome: Exception | str) -> None:
-        with self._condition:
+        with self._lock:
             if run_idx == self._run_idx:
                 self._outcomes[rank] = outcome
-                self._condition.notify_all()
+                for this in self._rounds.values():
+                    if not this.is_over():
+                        this.see_ended(self._outcomes, self._num_calls)
+                    if this.is_over():
+                        self._announce(this)
+
+    def _watch(self) -> None:
+        """Ends the waits for a late member, and takes the turn from one that does not go on."""
+        if self._lock.acquire(timeout=WATCH_INTERVAL_S):  # else a call is running
+            try:
+                own_s = [turn.own_s() for turn in self._turns]
+                for this in self._rounds.values():
+                    late = [] if this.is_over() else this.late_ranks(own_s)
+                    if late:
+                        self._announce(this)
+                    for rank in late:
+                        TURNS.take_from(self._turns[rank])
+            finally:
+                self._lock.release()
+        TURNS.watch()
 
     def _check_thread(self, rank: int, name: str) -> None:
         run_idx = getattr(self._local, "run_idx", None)  # None: no member's thread, or one that a member started
@@ -275,32 +308,23 @@ class LocalGroup:
         elif rank != self._local.rank:
             raise RuntimeError(f"{name}: rank {self._local.rank} uses the member (or a workspace) of rank {rank}")
 
-    def _interrupt(self) -> None:
+    def _interrupt(self, turns: Sequence[Turn]) -> None:
         self._run_idx += 1  # members that come to their next call only now fail there
         while True:
             for target in list(self._interruptible):
                 target.interrupt()
-            if self._condition.acquire(timeout=0.05):  # else a call is running
+            if self._lock.acquire(timeout=0.05):  # else a call is running
                 break
         try:
-            for this in self._rounds.values():
-                if this.results is None and this.error is None:
-                    this.error = lambda _: MoKPeerError("interrupted")
-            self._condition.notify_all()
+            self._end_rounds("interrupted")
         finally:
-            self._condition.release()
+            self._lock.release()
+        TURNS.abandon(turns)
 
-    @staticmethod
-    def _raise_first(errors: Sequence[BaseException | None]) -> None:
-        raised = [(rank, error) for rank, error in enumerate(errors) if error is not None]
-        if not raised:
-            return
-        # Not what a peer saw of it, nor what was made of that.
-        causes = [(rank, error) for rank, error in raised if not _is_consequence(error)]
-        others = [(rank, error) for rank, error in raised if not isinstance(error, MoKPeerError)]
-        rank, error = (causes or others or raised)[0]
-        error.add_note(f"on rank {rank} of {len(errors)}")
-        raise error
+    def _end_rounds(self, text: str) -> None:
+        for this in self._rounds.values():
+            if not this.is_over():
+                this.error = lambda _: MoKPeerError(text)
 
 
 class LocalMember(Member):
@@ -348,44 +372,6 @@ def as_member(group: Any) -> Member:
         "group must be a LocalMember, a LocalGroup of one rank or a torch.distributed ProcessGroup, got "
         f"{type(group).__name__}"
     )
-
-
-def _peer_error(rank: int, cause: Exception) -> Callable[[int], Exception]:
-    try:
-        text = f"rank {rank} raised {type(cause).__name__}: {cause}"
-    except Exception:  # a user's exception may be unable to say anything
-        text = f"rank {rank} raised {type(cause).__name__}"
-    if isinstance(cause, MoKPeerError):  # it only saw the failure of another: name that one
-        text = str(cause)
-        rank = cause.rank if cause.rank is not None else rank
-    return lambda _: MoKPeerError(text, rank=rank)
-
-
-def _left_error(rank: int, num_calls: int, waiting: str) -> Callable[[int], Exception]:
-    text = f"rank {rank} returned after {num_calls} collective calls; its peers made another one: {waiting}"
-    return lambda _: MoKPeerError(text, rank=rank)
-
-
-def _copy_of(error: Exception, text: str) -> Exception:
-    """An own exception object for each rank, so that notes and tracebacks do not mix."""
-    try:
-        copied = copy.copy(error)
-    except Exception:
-        copied = RuntimeError(text)
-    copied.__cause__ = error
-    return copied
-
-
-def _is_consequence(error: BaseException) -> bool:
-    """A MoKPeerError, or raised from or while handling one."""
-    seen: set[int] = set()
-    this: BaseException | None = error
-    while this is not None and id(this) not in seen:
-        if isinstance(this, MoKPeerError):
-            return True
-        seen.add(id(this))
-        this = this.__cause__ or this.__context__
-    return False
 
 
 def _check_int(name: str, value: Any, low: int, high: int) -> None:

@@ -19,6 +19,7 @@ from torch import distributed
 
 from mok_modular.protocol.errors import MoKPeerError, MoKTimeoutError
 from mok_modular.ranks.member import Member
+from mok_modular.ranks.rounds import missing_error
 
 POLL_S = 0.005
 
@@ -136,7 +137,7 @@ class ProcessRanks:
             while missing:
                 missing = [peer for peer in missing if not self._store.check([keys[peer]])]
                 if missing and deadline is not None and time.monotonic() > deadline:
-                    raise _missing_error(name, self._rank, missing, timeout_s)
+                    raise missing_error(name, {self._rank: name}, missing, timeout_s)
                 if missing:
                     time.sleep(POLL_S)
             received = [self._store.get(key) for key in keys]
@@ -188,12 +189,3 @@ def process_member(process_group: Any) -> ProcessMember:
         ranks = ProcessRanks(process_group)
         found = _members[id(process_group)] = (process_group, ProcessMember(ranks, ranks.rank()))
     return found[1]
-
-
-def _missing_error(name: str, rank: int, missing: Sequence[int], timeout_s: float) -> MoKTimeoutError:
-    waits = [
-        {"rank": rank, "stage": name, "edge": "entered", "index": peer, "have": 0, "want": 1, "peer": peer}
-        for peer in missing
-    ]
-    text = f"{name}: no call from rank {', '.join(map(str, missing))} within start_timeout_s={timeout_s:g} s"
-    return MoKTimeoutError(text, waits)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mok_modular.full_precision import full_precision
 from mok_modular.reference.checks import check
 from mok_modular.reference.forward import moe_ranks, shared_expert
 from mok_modular.stages import (
@@ -38,6 +39,7 @@ class LayerGradients(NamedTuple):
     shared_down: Tensor | None
 
 
+@full_precision()
 def layer_backward(
     d_outputs: Sequence[Tensor],
     xs: Sequence[Tensor],
@@ -158,6 +160,7 @@ def _as_the_library(
     return gradients
 
 
+@full_precision()
 def experts_backward(
     d_rows: Tensor,
     row_weights: Tensor,
@@ -186,6 +189,7 @@ def experts_backward(
     )
 
 
+@full_precision()
 def shared_expert_backward(
     d_output: Tensor,
     x: Tensor,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mok_modular.full_precision import full_precision
 from mok_modular.reference.checks import check
 from mok_modular.stages import (
     combine,
@@ -47,6 +48,7 @@ def moe(
     return moe_ranks([x], [expert_ids], [router_weights], *weights, swiglu_limit, row_block=1)[0]
 
 
+@full_precision()
 def moe_ranks(
     xs: Sequence[Tensor],
     expert_ids: Sequence[Tensor],
@@ -99,6 +101,7 @@ def _experts(
     return grouped_gemm.reference(h, w_down, segment_start, segment_num_rows)
 
 
+@full_precision()
 def shared_expert(
     x: Tensor, w_gate: Tensor | None, w_up: Tensor | None, w_down: Tensor | None, swiglu_limit: float | None
 ) -> Tensor | None:

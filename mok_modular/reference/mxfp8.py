@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mok_modular.full_precision import full_precision
 from mok_modular.ops import round_trip
 from mok_modular.reference.backward import LayerGradients, shared_expert_backward
 from mok_modular.reference.forward import shared_expert
@@ -39,6 +40,7 @@ Segments = tuple[Tensor, Tensor]
 """segment_start and segment_num_rows of a rank."""
 
 
+@full_precision()
 def moe_ranks(
     xs: Sequence[Tensor],
     expert_ids: Sequence[Tensor],
@@ -70,6 +72,7 @@ def moe_ranks(
 
 
 @torch.no_grad()
+@full_precision()
 def layer_backward(
     d_outputs: Sequence[Tensor],
     xs: Sequence[Tensor],

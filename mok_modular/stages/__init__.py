@@ -1,33 +1,10 @@
 """The stages of the layer, one module each: ``reference`` is the stage in plain torch, ``launch`` its kernel alone."""
 
-from . import (
-    combine,
-    dispatch,
-    grouped_dgrad,
-    grouped_gemm,
-    quantize,
-    reduce,
-    reverse_combine,
-    reverse_dispatch,
-    ring,
-    schedule,
-    swiglu,
-    swiglu_backward,
-    wgrad,
-)
+import importlib
+import pkgutil
 
-__all__ = [
-    "combine",
-    "dispatch",
-    "grouped_dgrad",
-    "grouped_gemm",
-    "quantize",
-    "reduce",
-    "reverse_combine",
-    "reverse_dispatch",
-    "ring",
-    "schedule",
-    "swiglu",
-    "swiglu_backward",
-    "wgrad",
-]
+__all__ = sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "tables")
+"""Every module of this folder that is a stage."""
+
+for _name in __all__:
+    importlib.import_module(f"{__name__}.{_name}")

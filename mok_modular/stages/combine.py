@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mok_modular.full_precision import full_precision
 from mok_modular.stages.tables import Tables, check_tables, kernel_tables
 from mok_modular.targets import stage_arguments, stage_run
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from mok_modular.ranks.group import LocalGroup
 
 
+@full_precision()
 def reference(ys: Sequence[Tensor], schedules: Sequence[Tables], *, direction: str = "push") -> list[Tensor]:
     """Returns the rows [T_r*K, H] that arrive at every source rank, in the dtype of ``ys``.
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mok_modular.full_precision import full_precision
 from mok_modular.stages import grouped_gemm
 from mok_modular.stages.tables import check_segments
 from mok_modular.targets import stage_arguments, stage_run
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from mok_modular.ranks.group import LocalGroup
 
 
+@full_precision()
 def reference(
     rows: Tensor | tuple[Tensor, Tensor],
     weight: Tensor | tuple[Tensor, Tensor],

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, overload
 import torch
 from torch import Tensor
 
+from mok_modular.full_precision import full_precision
 from mok_modular.stages.tables import check_segments
 from mok_modular.targets import stage_arguments, stage_run
 
@@ -21,6 +22,7 @@ def reference(rows: Tensor, weight: Tensor, segment_start: Tensor, segment_num_r
 def reference(
     rows: Tensor, weight: tuple[Tensor, Tensor], segment_start: Tensor, segment_num_rows: Tensor
 ) -> tuple[Tensor, Tensor]: ...
+@full_precision()
 def reference(
     rows: Tensor, weight: Tensor | tuple[Tensor, Tensor], segment_start: Tensor, segment_num_rows: Tensor
 ) -> Tensor | tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mok_modular.full_precision import full_precision
 from mok_modular.ops import BLOCK, TILE, round_trip
 from mok_modular.targets import stage_arguments, stage_run
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from mok_modular.ranks.group import LocalGroup
 
 
+@full_precision()
 def reference(rows: Tensor, segment_start: Tensor, segment_num_rows: Tensor) -> Tensor:
     """Returns the values of ``rows`` [num_rows, W] after MXFP8 quantization along the rows, [num_rows, W].
 

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mok_modular.full_precision import full_precision
 from mok_modular.targets import stage_arguments, stage_run
 
 if TYPE_CHECKING:
     from mok_modular.ranks.group import LocalGroup
 
 
+@full_precision()
 def reference(combined: Tensor, router_weights: Tensor, route_mask: Tensor, shared: Tensor | None) -> Tensor:
     """Returns the layer's output [T, H], in the dtype of ``combined``.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mok_modular.full_precision import full_precision
 from mok_modular.stages import dispatch
 from mok_modular.stages.tables import Tables, check_tables, kernel_tables
 from mok_modular.targets import stage_arguments, stage_run
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from mok_modular.ranks.group import LocalGroup
 
 
+@full_precision()
 def reference(
     d_outputs: Sequence[Tensor], router_weights: Sequence[Tensor], schedules: Sequence[Tables], *, topk: int
 ) -> list[tuple[Tensor, Tensor]]:

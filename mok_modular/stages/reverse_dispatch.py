@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mok_modular.full_precision import full_precision
 from mok_modular.protocol.sizes import NUM_COLUMNS
 from mok_modular.stages import combine
 from mok_modular.stages.tables import Tables, check_tables, kernel_tables
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from mok_modular.ranks.group import LocalGroup
 
 
+@full_precision()
 def reference(
     d_xs: Sequence[Tensor], router_partials: Sequence[Tensor], schedules: Sequence[Tables]
 ) -> list[tuple[Tensor, Tensor]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mok_modular.protocol.sizes import extension
+from mok_modular.protocol.extension import extension
 
 
 class RingBlock(NamedTuple):

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mok_modular.full_precision import full_precision
 from mok_modular.targets import stage_arguments, stage_run
 
 if TYPE_CHECKING:
     from mok_modular.ranks.group import LocalGroup
 
 
+@full_precision()
 def reference(gate: Tensor, up: Tensor, limit: float | None = None, *, num_rows: Tensor | int | None = None) -> Tensor:
     """Returns ``silu(gate) * up`` with ``silu(x) = x * sigmoid(x)``, in the shape and dtype of ``gate`` and
     ``up``.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mok_modular.full_precision import full_precision
 from mok_modular.stages.tables import check_segments
 from mok_modular.targets import stage_arguments, stage_run
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 _TILE_COLS = 128  # of a carry, on the host
 
 
+@full_precision()
 def reference(
     left: Tensor, right: Tensor, segment_start: Tensor, segment_num_rows: Tensor, carry: Tensor | None = None
 ) -> Tensor:

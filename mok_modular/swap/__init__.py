@@ -30,9 +30,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from mok_modular.full_precision import no_autocast
 from mok_modular.protocol.call import Call
 from mok_modular.protocol.plan import STAGES
-from mok_modular.protocol.swap_rules import NAME_OF, SIGNATURES
+from mok_modular.protocol.swap_rules import SIGNATURES, name_of
 from mok_modular.swap import backward, forward
 from mok_modular.swap.window import Memory, Place, SwappedCall, Window, place
 
@@ -55,7 +56,7 @@ class Swap(SwappedCall):
         """What does the work of a launch; None: the library's own kernel."""
         call = self.calls[rank]
         stage = stages[0]
-        name = NAME_OF.get(stage, "") if len(stages) == 1 else ""
+        name = name_of(stage) if len(stages) == 1 else ""
         if name not in call.config.stages or (name == "reduce" and call.kind not in _REDUCING):
             return None
         function = call.config.stages[name]
@@ -66,7 +67,7 @@ class Swap(SwappedCall):
             window = Window(self, rank, generation or 0)
             token = place.set(Place(rank, len(self.calls), call.kind, stage, generation or 0, window.macrobatch))
             try:
-                with torch.no_grad():
+                with torch.no_grad(), no_autocast(), self.shared.group.as_rank(rank):
                     work(function, window)
             except BaseException as error:  # SystemExit too: raised again on its own rank when all have stopped
                 what = "" if stage == name else f" for {stage}"

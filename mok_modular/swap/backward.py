@@ -8,11 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mok_modular.protocol.registry import Registry
 from mok_modular.protocol.sizes import NUM_COLUMNS
 from mok_modular.swap.forward import reduce_rows
 from mok_modular.swap.window import Window, check_rows, describe, parts, store
 
+WORK: Registry[Callable[[Callable[..., Any], Window], None]] = Registry()
+"""What calls a function for a stage of a plan."""
 
+
+@WORK.add("reverse_combine")
 def _reverse_combine(function: Callable[..., Any], window: Window) -> None:
     swap, width, topk = window.swap, window.swap.shared.hidden_size, window.swap.shared.topk
     d_outputs = [
@@ -29,6 +34,7 @@ def _reverse_combine(function: Callable[..., Any], window: Window) -> None:
     _store_vector("reverse_combine: weights of the rows", window.floats("ring_weight", 1), row_weights, window)
 
 
+@WORK.add("down_dgrad")
 def _down_dgrad(function: Callable[..., Any], window: Window) -> None:
     d_y = window.rows("ring_d_y", "saved_d_y", window.swap.shared.hidden_size)
     out = function(d_y, window.call.tensors["w_routed_down"], *window.segments())
@@ -36,6 +42,7 @@ def _down_dgrad(function: Callable[..., Any], window: Window) -> None:
     store("grouped_dgrad", d_hidden, out, window.num_rows)
 
 
+@WORK.add("swiglu_backward")
 def _swiglu_backward(function: Callable[..., Any], window: Window) -> None:
     call, width = window.call, window.call.intermediate_size
     d_hidden = window.rows("ring_d_hidden", "", width)
@@ -51,6 +58,7 @@ def _swiglu_backward(function: Callable[..., Any], window: Window) -> None:
     store(f"{name}: d_router", window.floats("router_partials", width // NUM_COLUMNS), partials, window.num_rows)
 
 
+@WORK.add("gate_up_dgrad")
 def _gate_up_dgrad(function: Callable[..., Any], window: Window) -> None:
     tensors, width = window.call.tensors, window.call.intermediate_size
     rows = tuple(window.rows(f"ring_{name}", f"saved_{name}", width) for name in ("d_gate", "d_up"))
@@ -60,6 +68,7 @@ def _gate_up_dgrad(function: Callable[..., Any], window: Window) -> None:
     store("grouped_dgrad", window.rows("ring_y", "", window.swap.shared.hidden_size), out, window.num_rows)
 
 
+@WORK.add("reverse_dispatch")
 def _reverse_dispatch(function: Callable[..., Any], window: Window) -> None:
     swap, width = window.swap, window.swap.shared.hidden_size
     own = window.rows("ring_y", "", width)
@@ -78,6 +87,7 @@ def _reverse_dispatch(function: Callable[..., Any], window: Window) -> None:
         swap.region(src, "d_router", count, 1, torch.float32)[routed, 0] = d_router[:count][routed]
 
 
+@WORK.add("wgrad")
 def _wgrad(function: Callable[..., Any], window: Window) -> None:
     """Three calls, of gate, up and down. An expert whose rows go on in the next macrobatch is carried there; the others
     are complete."""
@@ -129,6 +139,7 @@ def _finish(tensors: Any, out: Tensor, sums: Tensor) -> None:
     out.copy_(out.float() + sums if _is_added(tensors) else sums)
 
 
+@WORK.add("reduce")
 def _reduce(function: Callable[..., Any], window: Window) -> None:
     call, topk = window.call, window.swap.shared.topk
     mask = reduce_rows(function, window, torch.ones(call.num_tokens, topk))
@@ -144,15 +155,3 @@ def _store_vector(name: str, to: Tensor, value: Any, window: Window) -> None:
 def _check_vector(name: str, value: Any, count: int) -> None:
     if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.dim() != 1 or len(value) < count:
         raise ValueError(f"{name} must be float32 of at least [{count}], got {describe(value)}")
-
-
-WORK: dict[str, Callable[[Callable[..., Any], Window], None]] = {
-    "reverse_combine": _reverse_combine,
-    "down_dgrad": _down_dgrad,
-    "swiglu_backward": _swiglu_backward,
-    "gate_up_dgrad": _gate_up_dgrad,
-    "reverse_dispatch": _reverse_dispatch,
-    "wgrad": _wgrad,
-    "reduce": _reduce,
-}
-"""What calls a function for a stage of a plan."""

@@ -7,9 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
+from mok_modular.protocol.registry import Registry
 from mok_modular.swap.window import Window, check_rows, parts, store
 
+WORK: Registry[Callable[[Callable[..., Any], Window], None]] = Registry()
+"""What calls a function for a stage of a plan."""
 
+
+@WORK.add("dispatch")
 def _dispatch(function: Callable[..., Any], window: Window) -> None:
     swap, width = window.swap, window.swap.shared.hidden_size
     # A forward without peers publishes nothing and reads the caller's own tensor (csrc/layout.h, is_input_in_place).
@@ -23,6 +28,7 @@ def _dispatch(function: Callable[..., Any], window: Window) -> None:
     window.store_quantized("dispatch", window.rows("ring_x", "context_x", width), rows)
 
 
+@WORK.add("gate_up")
 def _gate_up(function: Callable[..., Any], window: Window) -> None:
     call = window.call
     weights = (call.tensors["w_routed_gate"], call.tensors["w_routed_up"])
@@ -34,6 +40,7 @@ def _gate_up(function: Callable[..., Any], window: Window) -> None:
         store("grouped_gemm", to, rows, window.num_rows)
 
 
+@WORK.add("swiglu")
 def _swiglu(function: Callable[..., Any], window: Window) -> None:
     call = window.call
     gate, up = (window.rows(f"ring_{p}", f"context_{p}", call.intermediate_size) for p in ("gate", "up"))
@@ -41,6 +48,7 @@ def _swiglu(function: Callable[..., Any], window: Window) -> None:
     window.store_quantized("swiglu", window.rows("ring_hidden", "", call.intermediate_size), out)
 
 
+@WORK.add("down")
 def _down(function: Callable[..., Any], window: Window) -> None:
     call = window.call
     hidden = window.rows("ring_hidden", "", call.intermediate_size)
@@ -48,6 +56,7 @@ def _down(function: Callable[..., Any], window: Window) -> None:
     store("grouped_gemm", window.rows("ring_y", "", window.swap.shared.hidden_size), out, window.num_rows)
 
 
+@WORK.add("combine")
 def _combine(function: Callable[..., Any], window: Window) -> None:
     swap, width = window.swap, window.swap.shared.hidden_size
     own = window.rows("ring_y", "", width)
@@ -61,6 +70,7 @@ def _combine(function: Callable[..., Any], window: Window) -> None:
         to[routed] = cells[: len(to)][routed]
 
 
+@WORK.add("reduce")
 def _reduce(function: Callable[..., Any], window: Window) -> None:
     reduce_rows(function, window, window.call.tensors["router_weights"])
 
@@ -74,14 +84,3 @@ def reduce_rows(function: Callable[..., Any], window: Window, weights: Tensor) -
     out = function(combined, weights, mask, shared)
     store("reduce", call.tensors["output"], out, call.num_tokens)
     return mask
-
-
-WORK: dict[str, Callable[[Callable[..., Any], Window], None]] = {
-    "dispatch": _dispatch,
-    "gate_up": _gate_up,
-    "swiglu": _swiglu,
-    "down": _down,
-    "combine": _combine,
-    "reduce": _reduce,
-}
-"""What calls a function for a stage of a plan."""

@@ -19,6 +19,7 @@ class Memory(Protocol):
     """What swapped stages need of a workspace."""
 
     config: MoKConfig
+    group: Any
     hidden_size: int
     topk: int
 

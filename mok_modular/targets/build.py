@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 from mok_modular.protocol.config import MoKConfig
 from mok_modular.protocol.extension import ExtensionError, extension
-from mok_modular.protocol.plan import WINDOWED_STAGES, Plan
+from mok_modular.protocol.plan import Plan
+from mok_modular.protocol.roster import roster
 from mok_modular.targets.cuda import device as cuda_device
-from mok_modular.targets.cuda import nvrtc
+from mok_modular.targets.cuda.arch import ARCHES, arch_named
 
-TARGETS = ("host", "sm_90a")
+TARGETS = ("host", *(arch.name for arch in ARCHES))
 """The targets that this version has."""
 
 
@@ -88,15 +89,14 @@ def compile_plans(target: str, plans: list[Plan], tell: Callable[[str], None]) -
     Raises ValueError for another target or a plan without kernels there, ImportError where NVRTC is missing,
     nvrtc.CompileError where it refuses a source.
     """
-    if target != cuda_device.ARCH:
-        raise ValueError(f"target {target!r} is not compiled at run time; {cuda_device.ARCH} is")
+    arch = arch_named(target)
     wanted: set[str | int] = {"schedule"}
     for plan in plans:
-        cuda_device.check_plan(MoKConfig(mode=str(plan)))
+        cuda_device.check_plan(MoKConfig(mode=str(plan)), arch)
         wanted |= {cuda_device.kernel_of(launch.stages) for launch in plan.launches(1, has_shared=True)}
-    kernels = [(kernel, "") for kernel in (*cuda_device.COPY_KERNELS.values(), cuda_device.GEMM_KERNEL)]
+    kernels = [(kernel, "") for kernel in (*cuda_device.copy_kernels().values(), cuda_device.gemm_kernel())]
     for mask in sorted(each for each in wanted if isinstance(each, int)):
-        stages = [stage for i, stage in enumerate(WINDOWED_STAGES) if mask >> i & 1]
+        stages = [stage for i, stage in enumerate(roster().windowed) if mask >> i & 1]
         kernels.append((cuda_device.persistent_kernel(mask), "+".join(stages)))
     report = []
     for kernel, stages_held in kernels:
@@ -104,7 +104,7 @@ def compile_plans(target: str, plans: list[Plan], tell: Callable[[str], None]) -
         if not stages_held and not wanted.intersection(names):
             continue
         tell(f"{target}: {kernel.source}" + (f" ({stages_held})" if stages_held else ""))
-        cubin = nvrtc.compile_kernel(cuda_device.ARCH, kernel, cuda_device.DEFINE)
+        cubin = cuda_device.compile_kernel(arch, kernel)
         remarks = _ptxas_remarks(cubin.log)
         report += [
             CompiledKernel(

@@ -12,14 +12,13 @@ from mok_modular.protocol.call import Call, launches
 from mok_modular.protocol.config import MoKConfig
 from mok_modular.protocol.diagnosis import culprit, describe_mismatch, find_culprit, is_mismatch_hidden
 from mok_modular.protocol.errors import MoKDeadlockError, MoKPeerError, MoKSignalError, MoKTimeoutError
-from mok_modular.protocol.sizes import extension
+from mok_modular.protocol.extension import extension
+from mok_modular.protocol.roster import roster
 from mok_modular.protocol.swap_rules import warn_of_half_swapped
 from mok_modular.protocol.trace import Trace
 from mok_modular.ranks.group import LocalGroup
 from mok_modular.swap import Swap
 from mok_modular.targets.shared_workspace import SharedWorkspace, planted_faults
-
-_START_EDGES = ("entered", "topk_ready", "input_ready")  # what only a late rank can delay
 
 
 class HostWorkspace(SharedWorkspace):
@@ -117,7 +116,7 @@ class HostWorkspace(SharedWorkspace):
             self._add_stats(rank, rows, "backward" if calls[rank].is_backward else "forward")
         if config.trace:
             streams = [(launch.kernel, launch.stream) for launch in launches(calls[0], shapes[0])]
-            names = extension().stage_names(), extension().edge_names()
+            names = roster().stage_names, roster().edge_names
             self.trace.add(calls[0].kind, streams, result, *names)
             self.signal_uses.update(result["uses"])
         if result["reason"] == "ok":
@@ -162,7 +161,7 @@ class HostWorkspace(SharedWorkspace):
         what = "no worker of any rank can go on"
         if reason == "timeout":
             wait = find_culprit(waits, ring_blocks, calls[0].is_backward)
-            name = "start_timeout_s" if wait and wait["edge"] in _START_EDGES else "timeout_s"
+            name = "start_timeout_s" if wait and roster().edge(wait["edge"]).scope == "start" else "timeout_s"
             what = f"a wait lasted longer than {name}={getattr(calls[0].config, name):g} s"
         why = culprit(waits, ring_blocks, calls[0].is_backward)
         places = {

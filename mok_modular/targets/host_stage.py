@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mok_modular.protocol.errors import MoKDeadlockError, MoKTimeoutError
-from mok_modular.protocol.sizes import extension
+from mok_modular.protocol.extension import extension
 from mok_modular.targets.stage_base import StageRun
 
 

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from mok_modular.protocol.call import STREAMS, Call, last_remote_launch, launches
 from mok_modular.protocol.config import MoKConfig
+from mok_modular.protocol.extension import extension
 from mok_modular.protocol.plan import Launch, group_mask
-from mok_modular.protocol.sizes import Sizes, extension
+from mok_modular.protocol.roster import roster
+from mok_modular.protocol.sizes import Sizes
 from mok_modular.protocol.trace import Trace
 from mok_modular.swap import Swap
 
@@ -168,13 +170,13 @@ class SharedWorkspace:
     def _num_workers(self, call: Call, launch: Launch) -> tuple[int, int]:
         """Workers of a kernel: (compute, communication). Roles part only where a kernel holds both kinds of
         tasks; a single worker draws both from one sequence."""
-        is_pulling = self.config.combine == "pull"
-        has_comm = (
-            "dispatch" in launch.stages
-            or "reverse_combine" in launch.stages
-            or ("combine" in launch.stages and is_pulling)
-        )
-        has_compute = any(stage in launch.stages for stage in ("gate_up", "swiglu", "down", "down_dgrad"))
+        own = [
+            stage
+            for stage in launch.stages
+            if roster().has_own_tasks(stage, launch.stages, is_pull_combine=self.config.combine == "pull")
+        ]
+        has_comm = not roster().communicating.isdisjoint(own)
+        has_compute = not roster().communicating.issuperset(own)
         num_comm_workers = call.config.bwd_num_comm_sms if call.is_backward else call.config.fwd_num_comm_sms
         if num_comm_workers is None:
             num_comm_workers = self.group.num_workers // 2

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mok_modular.protocol.extension import extension
 from mok_modular.protocol.plan import Plan, group_mask
-from mok_modular.protocol.sizes import extension
 from mok_modular.ranks.group import LocalGroup
 from mok_modular.targets.stage_arguments import ROW_BLOCKS
 

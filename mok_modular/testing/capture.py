@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mok_modular import stages
 from mok_modular.protocol.checks import check_int
-from mok_modular.protocol.swap_rules import STAGES_OF
+from mok_modular.protocol.swap_rules import SIGNATURES
 from mok_modular.routing import read_dict
 from mok_modular.swap.window import WindowTables, place
 
@@ -35,8 +35,8 @@ def capture(name: str, path: str | os.PathLike[str], *, rank: int = 0, generatio
     Raises ValueError for a stage that cannot be swapped, TypeError or ValueError for a rank or generation that is none,
     FileExistsError where `path` is something else than a captured stage, FileNotFoundError where its folder is missing.
     """
-    if name not in STAGES_OF:
-        raise ValueError(f"stages that can be captured are {', '.join(STAGES_OF)}; got {name!r}")
+    if name not in SIGNATURES:
+        raise ValueError(f"stages that can be captured are {', '.join(SIGNATURES)}; got {name!r}")
     check_int("rank", rank, minimum=0)
     check_int("generation", generation, minimum=0)
     path = Path(path)

@@ -20,7 +20,7 @@ from mok_modular.calls.precision import pack_backward, pack_forward
 from mok_modular.layer import MoE
 from mok_modular.protocol.config import DEFAULT_ROW_BLOCK, MoKConfig
 from mok_modular.protocol.shapes import MoEShape
-from mok_modular.protocol.swap_rules import STAGES_OF
+from mok_modular.protocol.swap_rules import SIGNATURES
 from mok_modular.reference import LayerGradients
 from mok_modular.testing.options import ALL, Choice
 from mok_modular.testing.workload import Weights, Workload
@@ -78,7 +78,7 @@ def enough_capacity(workload: Workload) -> float:
 def _swappable(config: MoKConfig) -> dict[str, Any]:
     """The library's own kernels as functions, for all stages that this config lets one swap."""
     found = {}
-    for name in STAGES_OF:
+    for name in SIGNATURES:
         launch = getattr(stages, name).launch
         if name in ("grouped_gemm", "grouped_dgrad", "wgrad"):  # the others see it in their tables, or need none
             launch = functools.partial(launch, row_block=config.row_block or DEFAULT_ROW_BLOCK)
@@ -302,7 +302,12 @@ def _run_layer(
 
 
 def _train(layer: MoE, inputs: Inputs, choice: Choice, rank: int) -> Tensors:
-    layer.main_grads = main_grads = _main_grads(inputs.weights, choice["main_grads"], rank)
+    main_grads = _main_grads(inputs.weights, choice["main_grads"], rank)
+    if main_grads is None:
+        layer.main_grads = None
+    else:
+        named = zip(WEIGHTS, main_grads, strict=True)
+        layer.main_grads = {f"w_{name}": tensor for name, tensor in named if tensor is not None}
     layer.zero_grad()
     x, router_weights = (t.detach().requires_grad_() for t in (inputs.x, inputs.router_weights))
     if choice["context"] == "recomputed":

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from mok_modular.protocol.errors import format_table
-from mok_modular.protocol.swap_rules import STAGES_OF
+from mok_modular.protocol.swap_rules import SIGNATURES
 from mok_modular.testing import contract_backward, contract_forward
-from mok_modular.testing.contract_case import Case, Finding, same_bits
+from mok_modular.testing.contract_case import Case, Finding, no_order, same_bits
 
 RULES = {
     "runs": "takes the arguments of the reference and returns without an exception",
@@ -84,8 +84,8 @@ def check_stage(name: str, f: Callable[..., Any]) -> ContractReport:
 
     Raises ValueError for another name, TypeError if `f` cannot be called. What `f` raises is a finding.
     """
-    if name not in STAGES_OF:
-        raise ValueError(f"stages with a contract are {', '.join(STAGES_OF)}; got {name!r}")
+    if name not in SIGNATURES:
+        raise ValueError(f"stages with a contract are {', '.join(SIGNATURES)}; got {name!r}")
     if not callable(f):
         raise TypeError(f"f must be a function, got {type(f).__name__}")
     report = ContractReport(name)
@@ -94,7 +94,7 @@ def check_stage(name: str, f: Callable[..., Any]) -> ContractReport:
             _check_case(report, f, case)
         if report.is_ok:
             try:
-                report.findings.extend(_ORDER[name](f))
+                report.findings.extend(_ORDER.get(name, no_order)(f))
             except Exception as error:
                 report.findings.append(Finding("runs", "order", False, f"{type(error).__name__}: {error}"))
     return report

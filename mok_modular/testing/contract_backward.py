@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mok_modular.protocol.registry import Registry
 from mok_modular.testing.contract_case import (
     SEGMENTS,
     Case,
@@ -16,7 +17,6 @@ from mok_modular.testing.contract_case import (
     compare,
     count_of,
     filled,
-    no_order,
     random,
     route_cases,
     segments,
@@ -27,7 +27,14 @@ _COLUMNS = 32  # of h, that make one partial sum of d_router
 
 # ---- the copies ----
 
+CASES: Registry[Callable[[], Iterator[Case]]] = Registry()
+"""What a stage is called with, and what it must give."""
 
+ORDER: Registry[Callable[[Callable[..., Any]], Iterator[Finding]]] = Registry()
+"""Calls that must give the same bits, where rows stand in another order; none for stages that only move rows."""
+
+
+@CASES.add("reverse_combine")
 def _reverse_combine_cases() -> Iterator[Case]:
     for i, (name, tokens, topk, tables) in enumerate(route_cases()):
         d_outputs = [random(count, 128, seed=20 * i + rank) for rank, count in enumerate(tokens)]
@@ -50,6 +57,7 @@ def _reverse_combine_cases() -> Iterator[Case]:
         yield Case(name, arguments, {"topk": topk}, exact, used, is_padding_checked=True, dtypes=dtypes)
 
 
+@CASES.add("reverse_dispatch")
 def _reverse_dispatch_cases() -> Iterator[Case]:
     num_groups = 6
     for i, (name, _, _, tables) in enumerate(route_cases()):
@@ -85,6 +93,7 @@ def _reverse_dispatch_cases() -> Iterator[Case]:
 # ---- the products ----
 
 
+@CASES.add("grouped_dgrad")
 def _grouped_dgrad_cases() -> Iterator[Case]:
     for i, (name, counts) in enumerate(SEGMENTS.items()):
         for num_products in (1, 2):
@@ -118,6 +127,7 @@ def _grouped_dgrad_cases() -> Iterator[Case]:
                 )
 
 
+@CASES.add("wgrad")
 def _wgrad_cases() -> Iterator[Case]:
     for i, (name, counts) in enumerate(SEGMENTS.items()):
         for num_behind in (0, 64):
@@ -160,6 +170,7 @@ def _wgrad_case(name: str, counts: list[int], num_behind: int, carried: int | No
 # ---- swiglu_backward ----
 
 
+@CASES.add("swiglu_backward")
 def _swiglu_backward_cases() -> Iterator[Case]:
     d_hidden, gate, up = random(256, 192, seed=1), 3 * random(256, 192, seed=2), random(256, 192, seed=3)
     one = torch.ones(256)
@@ -235,6 +246,7 @@ def _group_sums(values: Tensor) -> Tensor:
 # ---- order: the same row elsewhere ----
 
 
+@ORDER.add("grouped_dgrad")
 def _grouped_dgrad_order(f: Callable[..., Any]) -> Iterator[Finding]:
     rows, weight = random(128, 192, seed=5), random(1, 192, 128, seed=6)
     start, counts = segments([128])
@@ -248,6 +260,7 @@ def _grouped_dgrad_order(f: Callable[..., Any]) -> Iterator[Finding]:
     yield compare("behind another expert", whole, f(both, weights, start, counts)[256:])
 
 
+@ORDER.add("swiglu_backward")
 def _swiglu_backward_order(f: Callable[..., Any]) -> Iterator[Finding]:
     given = (random(256, 192, seed=3), 3 * random(256, 192, seed=4), random(256, 192, seed=5))
     weights = random(256, 1, seed=6).float()[:, 0]
@@ -259,6 +272,7 @@ def _swiglu_backward_order(f: Callable[..., Any]) -> Iterator[Finding]:
         yield compare("the first rows alone", one[:7], few)
 
 
+@ORDER.add("wgrad")
 def _wgrad_order(f: Callable[..., Any]) -> Iterator[Finding]:
     left, right = random(128, 192, seed=5), random(128, 128, seed=6)
     start, counts = segments([70])
@@ -269,19 +283,3 @@ def _wgrad_order(f: Callable[..., Any]) -> Iterator[Finding]:
     left[70:], right[70:] = 5, 5
     start, counts = segments([70])
     yield compare("with other padding", whole, f(left, right, start, counts, None)[0])
-
-
-CASES: dict[str, Callable[[], Iterator[Case]]] = {
-    "reverse_combine": _reverse_combine_cases,
-    "grouped_dgrad": _grouped_dgrad_cases,
-    "swiglu_backward": _swiglu_backward_cases,
-    "reverse_dispatch": _reverse_dispatch_cases,
-    "wgrad": _wgrad_cases,
-}
-ORDER: dict[str, Callable[[Callable[..., Any]], Iterator[Finding]]] = {
-    "reverse_combine": no_order,
-    "grouped_dgrad": _grouped_dgrad_order,
-    "swiglu_backward": _swiglu_backward_order,
-    "reverse_dispatch": no_order,
-    "wgrad": _wgrad_order,
-}

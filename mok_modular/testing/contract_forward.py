@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mok_modular.protocol.registry import Registry
 from mok_modular.testing.contract_case import (
     SEGMENTS,
     Case,
@@ -16,13 +17,19 @@ from mok_modular.testing.contract_case import (
     compare,
     count_of,
     filled,
-    no_order,
     random,
     route_cases,
     segments,
 )
 
+CASES: Registry[Callable[[], Iterator[Case]]] = Registry()
+"""What a stage is called with, and what it must give."""
 
+ORDER: Registry[Callable[[Callable[..., Any]], Iterator[Finding]]] = Registry()
+"""Calls that must give the same bits, where rows stand in another order; none for stages that only move rows."""
+
+
+@CASES.add("grouped_gemm")
 def _gemm_cases() -> Iterator[Case]:
     for i, (name, counts) in enumerate(SEGMENTS.items()):
         for num_weights in (1, 2):
@@ -73,6 +80,7 @@ def _swiglu_case(name: str, gate: Tensor, up: Tensor, limit: float | None, num_r
     )
 
 
+@CASES.add("swiglu")
 def _swiglu_cases() -> Iterator[Case]:
     gate, up = 3 * random(256, 192, seed=1), random(256, 192, seed=2)
     for num_rows in (256, 131, 1, 0):
@@ -87,6 +95,7 @@ def _swiglu_cases() -> Iterator[Case]:
     yield _swiglu_case("NaN under a limit", edge.expand(3, -1).contiguous(), edge.abs().expand(3, -1), 1.0, 3, "limit")
 
 
+@CASES.add("reduce")
 def _reduce_cases() -> Iterator[Case]:
     for i, (name, num_tokens, topk, has_shared) in enumerate(
         [
@@ -115,6 +124,7 @@ def _reduce_cases() -> Iterator[Case]:
         yield Case(name, (combined, weights, mask, shared), {}, [exact], [used], slack, [size], rule="rounding")
 
 
+@CASES.add("dispatch")
 def _dispatch_cases() -> Iterator[Case]:
     for i, (name, tokens, topk, tables) in enumerate(route_cases()):
         xs = [random(count, 128, seed=10 * i + rank) for rank, count in enumerate(tokens)]
@@ -130,6 +140,7 @@ def _dispatch_cases() -> Iterator[Case]:
         yield Case(name, (xs, tables), {"topk": topk}, exact, used, is_padding_checked=True)
 
 
+@CASES.add("combine")
 def _combine_cases() -> Iterator[Case]:
     for i, (name, _, _, tables) in enumerate(route_cases()):
         ys = []
@@ -152,6 +163,7 @@ def _combine_cases() -> Iterator[Case]:
 # ---- order: the same row elsewhere ----
 
 
+@ORDER.add("swiglu")
 def _swiglu_order(f: Callable[..., Any]) -> Iterator[Finding]:
     gate, up = 3 * random(256, 192, seed=3), random(256, 192, seed=4)
     whole = f(gate, up, None, num_rows=count_of(256))
@@ -160,6 +172,7 @@ def _swiglu_order(f: Callable[..., Any]) -> Iterator[Finding]:
     yield compare("the first rows alone", whole[:7], f(gate[:7].clone(), up[:7].clone(), None, num_rows=count_of(7)))
 
 
+@ORDER.add("grouped_gemm")
 def _gemm_order(f: Callable[..., Any]) -> Iterator[Finding]:
     rows, weight = random(128, 192, seed=5), random(1, 128, 192, seed=6)
     start, _ = segments([128])
@@ -173,25 +186,10 @@ def _gemm_order(f: Callable[..., Any]) -> Iterator[Finding]:
     yield compare("behind another expert", whole, out[256:])
 
 
+@ORDER.add("reduce")
 def _reduce_order(f: Callable[..., Any]) -> Iterator[Finding]:
     combined, shared = random(40 * 3, 128, seed=9), random(40, 128, seed=10)
     weights, mask = torch.rand(40, 3, generator=torch.Generator().manual_seed(11)), torch.ones(40, 3, dtype=torch.bool)
     whole = f(combined, weights, mask, shared)
     flipped = f(combined.view(40, 3, 128).flip(0).reshape(120, 128), weights.flip(0), mask, shared.flip(0)).flip(0)
     yield compare("tokens in reverse", whole, flipped)
-
-
-CASES: dict[str, Callable[[], Iterator[Case]]] = {
-    "dispatch": _dispatch_cases,
-    "grouped_gemm": _gemm_cases,
-    "swiglu": _swiglu_cases,
-    "combine": _combine_cases,
-    "reduce": _reduce_cases,
-}
-ORDER: dict[str, Callable[[Callable[..., Any]], Iterator[Finding]]] = {
-    "dispatch": no_order,
-    "grouped_gemm": _gemm_order,
-    "swiglu": _swiglu_order,
-    "combine": no_order,
-    "reduce": _reduce_order,
-}

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mok_modular.protocol.sizes import extension
+from mok_modular.protocol.roster import roster
 from mok_modular.targets.shared_workspace import planted_faults
 
 KINDS = ("drop", "delay", "duplicate", "corrupt", "stop", "stall")
@@ -61,13 +61,12 @@ class Fault:
             raise ValueError(f"fault must be one of {', '.join(KINDS)}, got {self.kind!r}")
         if self.rank < 0:
             raise ValueError(f"rank of a fault must be at least 0, got {self.rank}")
-        module = extension()
-        edges, stages = module.edge_names(), module.stage_names()
+        edges, stages = roster().edge_names, roster().stage_names
         if self.kind == "stall" and self.stage not in stages:
             raise ValueError(f"stall needs a stage, one of {', '.join(stages)}; got {self.stage!r}")
         if self.kind not in ("stop", "stall") and self.edge not in edges:
             raise ValueError(f"{self.kind} needs an edge, one of {', '.join(edges)}; got {self.edge!r}")
-        if self.kind == "corrupt" and self.edge in module.cross_rank_edges():
+        if self.kind == "corrupt" and self.edge and roster().edge(self.edge).is_across_ranks:
             raise ValueError(f"corrupt needs an edge that counts arrivals; {self.edge} is a word that one rank sets")
         if self.kind == "corrupt" and (self.amount == 0 or self.amount != int(self.amount)):
             raise ValueError(f"corrupt needs by=N, what is added to the count, got {self.amount:g}")

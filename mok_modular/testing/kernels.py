@@ -6,6 +6,9 @@ import multiprocessing
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+
+import torch
 
 from mok_modular.protocol.plan import all_plans
 from mok_modular.targets.cuda import device, nvrtc
@@ -21,21 +24,18 @@ def all_kernels(*, is_traced: bool = False) -> list[nvrtc.Kernel]:
         if isinstance(kernel := device.kernel_of(group, is_pull), int)
     }
     persistent = [device.persistent_kernel(mask) for mask in sorted(masks, reverse=True)]
-    kernels = [device.GEMM_KERNEL, *persistent, *device.COPY_KERNELS.values()]
+    kernels = [device.gemm_kernel(), *persistent, *device.copy_kernels().values()]
     return [device.traced(kernel) for kernel in kernels] if is_traced else kernels
 
 
 def compile_kernels(kernels: Sequence[nvrtc.Kernel], num_processes: int | None = None) -> None:
-    """Compiles what the cache does not hold yet, `num_processes` at a time (None: one on every core).
+    """Compiles for the current GPU what the cache does not hold yet, in `num_processes` (None: one per core).
 
-    Raises what nvrtc.compile_kernel raises.
+    Raises what nvrtc.compile_kernel raises, RuntimeError where this version has no kernels for the GPU.
     """
+    arch = device.arch_of_gpu(torch.cuda.current_device())
     num_processes = min(len(kernels), num_processes or len(os.sched_getaffinity(0)))
     # spawn: CUDA does not outlive a fork.
     with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn")) as pool:
-        for _ in pool.map(_compile, kernels):
+        for _ in pool.map(partial(device.compile_kernel, arch), kernels):
             pass
-
-
-def _compile(kernel: nvrtc.Kernel) -> None:
-    nvrtc.compile_kernel(device.ARCH, kernel, device.DEFINE)

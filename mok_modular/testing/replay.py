@@ -19,20 +19,7 @@ from mok_modular.testing.replay_launches import LAUNCHES, Inputs
 from mok_modular.testing.results import TensorCheck
 from mok_modular.testing.workload import Workload
 
-REPLAYED = (
-    "schedule",
-    "dispatch",
-    "grouped_gemm",
-    "swiglu",
-    "combine",
-    "reduce",
-    "reverse_combine",
-    "grouped_dgrad",
-    "swiglu_backward",
-    "reverse_dispatch",
-    "quantize",
-    "wgrad",
-)
+REPLAYED = tuple(LAUNCHES)
 
 
 @dataclass(frozen=True, eq=False)

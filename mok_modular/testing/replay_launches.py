@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mok_modular.protocol.registry import Registry
 from mok_modular.stages import (
     combine,
     dispatch,
@@ -80,6 +81,11 @@ class Inputs:
         ]
 
 
+LAUNCHES: Registry[Callable[[Inputs], Iterator[Launch]]] = Registry()
+"""What runs alone: the launches of a stage on the inputs of a workload."""
+
+
+@LAUNCHES.add("schedule")
 def _schedule(inputs: Inputs) -> Iterator[Launch]:
     ids, num_experts = inputs.workload.expert_ids, inputs.workload.shape.num_experts
 
@@ -95,28 +101,33 @@ def _schedule(inputs: Inputs) -> Iterator[Launch]:
     yield Launch(launch, lambda: [want for table in inputs.tables for want in vars(table).values()])
 
 
+@LAUNCHES.add("dispatch")
 def _dispatch(inputs: Inputs) -> Iterator[Launch]:
     arguments: Any = (inputs.workload.x, inputs.tables)
     topk = inputs.workload.shape.topk
     yield Launch(lambda: dispatch.launch(*arguments, topk=topk), lambda: inputs.rows)
 
 
+@LAUNCHES.add("grouped_gemm")
 def _grouped_gemm(inputs: Inputs) -> Iterator[Launch]:
     for rows, h, w, segments in zip(inputs.rows, inputs.hidden(), inputs.weights, inputs.segments, strict=True):
         for a, weight in ((rows, (w.routed_gate, w.routed_up)), (h, w.routed_down)):
             yield _arithmetic(grouped_gemm, a, weight, *segments)
 
 
+@LAUNCHES.add("swiglu")
 def _swiglu(inputs: Inputs) -> Iterator[Launch]:
     for gate, up in inputs.gate_up():
         yield _arithmetic(swiglu, gate, up, inputs.workload.swiglu_limit)
 
 
+@LAUNCHES.add("combine")
 def _combine(inputs: Inputs) -> Iterator[Launch]:
     ys = inputs.y()
     yield Launch(lambda: combine.launch(ys, inputs.tables), lambda: combine.reference(ys, inputs.tables))
 
 
+@LAUNCHES.add("reduce")
 def _reduce(inputs: Inputs) -> Iterator[Launch]:
     workload = inputs.workload
     cells = combine.reference(inputs.y(), inputs.tables)
@@ -124,11 +135,7 @@ def _reduce(inputs: Inputs) -> Iterator[Launch]:
         yield _arithmetic(reduce, rank_cells, weights, ids >= 0, None)
 
 
-def _quantize(inputs: Inputs) -> Iterator[Launch]:
-    for rows, segments in zip(inputs.rows, inputs.segments, strict=True):
-        yield Launch(partial(quantize.launch, rows, *segments), partial(quantize.reference, rows, *segments))
-
-
+@LAUNCHES.add("reverse_combine")
 def _reverse_combine(inputs: Inputs) -> Iterator[Launch]:
     workload = inputs.workload
     arguments: Any = (workload.d_outputs(), workload.router_weights, inputs.tables)
@@ -136,6 +143,7 @@ def _reverse_combine(inputs: Inputs) -> Iterator[Launch]:
     yield Launch(lambda: reverse_combine.launch(*arguments, topk=topk), inputs.d_rows)
 
 
+@LAUNCHES.add("grouped_dgrad")
 def _grouped_dgrad(inputs: Inputs) -> Iterator[Launch]:
     for (d_y, _), gradients, w, segments in zip(
         inputs.d_rows(), inputs.gradients(), inputs.weights, inputs.segments, strict=True
@@ -144,11 +152,13 @@ def _grouped_dgrad(inputs: Inputs) -> Iterator[Launch]:
         yield _arithmetic(grouped_dgrad, gradients[:2], (w.routed_gate, w.routed_up), *segments)
 
 
+@LAUNCHES.add("swiglu_backward")
 def _swiglu_backward(inputs: Inputs) -> Iterator[Launch]:
     for d_h, (gate, up), (_, weights) in zip(inputs.d_hidden(), inputs.gate_up(), inputs.d_rows(), strict=True):
         yield _arithmetic(swiglu_backward, d_h, gate, up, weights, inputs.workload.swiglu_limit)
 
 
+@LAUNCHES.add("reverse_dispatch")
 def _reverse_dispatch(inputs: Inputs) -> Iterator[Launch]:
     gradients = inputs.gradients()
     d_xs = [
@@ -159,6 +169,13 @@ def _reverse_dispatch(inputs: Inputs) -> Iterator[Launch]:
     yield Launch(lambda: reverse_dispatch.launch(*arguments), lambda: reverse_dispatch.reference(*arguments))
 
 
+@LAUNCHES.add("quantize")
+def _quantize(inputs: Inputs) -> Iterator[Launch]:
+    for rows, segments in zip(inputs.rows, inputs.segments, strict=True):
+        yield Launch(partial(quantize.launch, rows, *segments), partial(quantize.reference, rows, *segments))
+
+
+@LAUNCHES.add("wgrad")
 def _wgrad(inputs: Inputs) -> Iterator[Launch]:
     """Rounded, as a layer does with the sums: float32 sums differ in their last bits by the order of rows alone."""
     for (d_y, _), gradients, x, segments in zip(
@@ -172,22 +189,6 @@ def _wgrad(inputs: Inputs) -> Iterator[Launch]:
 
 def _rounded(sums: Callable[[], Tensor]) -> Tensor:
     return sums().bfloat16()
-
-
-LAUNCHES: dict[str, Callable[[Inputs], Iterator[Launch]]] = {
-    "schedule": _schedule,
-    "dispatch": _dispatch,
-    "grouped_gemm": _grouped_gemm,
-    "swiglu": _swiglu,
-    "combine": _combine,
-    "reduce": _reduce,
-    "reverse_combine": _reverse_combine,
-    "grouped_dgrad": _grouped_dgrad,
-    "swiglu_backward": _swiglu_backward,
-    "reverse_dispatch": _reverse_dispatch,
-    "quantize": _quantize,
-    "wgrad": _wgrad,
-}
 
 
 def _arithmetic(stage: Any, *arguments: Any) -> Launch:

@@ -12,13 +12,10 @@ from torch import Tensor
 from mok_modular import functional
 from mok_modular.calls.precision import pack_backward, pack_forward
 from mok_modular.protocol.config import MoKConfig
-from mok_modular.protocol.diagnosis import TASK_ORDER
+from mok_modular.protocol.roster import roster
 from mok_modular.reference import LayerGradients
 from mok_modular.testing.results import ForwardResult, PassesResult, StageStats
 from mok_modular.testing.workload import Workload
-
-STAGE_ORDER = ("schedule", *TASK_ORDER)
-"""The order in which stages are shown."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +158,8 @@ def merge_passes(ranks: Sequence[RankResult]) -> PassesResult:
 
 
 def _sum_stats(entries: Sequence[dict[str, Any]]) -> list[StageStats]:
-    """One StageStats per (name, pass, kernel): the forward's in STAGE_ORDER, then the backward's."""
+    """One StageStats per (name, pass, kernel): the forward's in the order of tasks, then the backward's."""
+    order = ("schedule", *roster().task_order)
     sums: dict[tuple[str, str, str], StageStats] = {}
     for entry in entries:
         key = (entry["name"], entry["pass"], entry["kernel"])
@@ -174,4 +172,4 @@ def _sum_stats(entries: Sequence[dict[str, Any]]) -> list[StageStats]:
             old.busy_s + float(entry["busy_s"]),
             old.wait_s + float(entry["wait_s"]),
         )
-    return sorted(sums.values(), key=lambda stage: (stage.pass_name == "backward", STAGE_ORDER.index(stage.name)))
+    return sorted(sums.values(), key=lambda stage: (stage.pass_name == "backward", order.index(stage.name)))

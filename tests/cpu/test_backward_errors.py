@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mok_modular import LocalGroup, MoKConfig, MoKDeadlockError, MoKTimeoutError, functional
 from mok_modular.calls.precision import pack_backward
-from mok_modular.protocol.sizes import extension
+from mok_modular.protocol.roster import roster
 from mok_modular.testing import Workload
 
 FUSED = [
@@ -96,7 +96,7 @@ def fail_and_recover(workload: Workload, config: MoKConfig, signal: tuple[str, i
 
 
 def test_every_edge_of_a_backward_is_lost() -> None:
-    edges = extension().edge_names()
+    edges = roster().edge_names
     of_backward = set(edges[edges.index("d_y_ready") : edges.index("published")])
     assert of_backward < {edge for lost in MODES.values() for edge in lost}
 

@@ -137,19 +137,19 @@ def test_compiled_with_checkpointing() -> None:
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 def test_compiled_with_main_grads(precision: str) -> None:
     workload = make_workload([30, 20], H=128, S=128, precision=precision)
-    order = ("w_shared_gate", "w_routed_gate", "w_shared_up", "w_routed_up", "w_shared_down", "w_routed_down")
 
     def step(member: Any) -> list[list[Tensor]]:
         rank = member.rank()
         results = []
         for is_compiled in (False, True):
             layer = make_layer(workload, member, CONFIG)
-            layer.main_grads = [torch.zeros_like(getattr(layer, name), dtype=torch.float32) for name in order]
+            mains = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in layer.named_parameters()}
+            layer.main_grads = mains
             run = torch.compile(layer, backend="aot_eager", fullgraph=True) if is_compiled else layer
             x = workload.x[rank].clone().requires_grad_()
             run(x, workload.expert_ids[rank], workload.router_weights[rank]).backward(workload.d_outputs()[rank])
             assert all(parameter.grad is None for parameter in layer.parameters())
-            results.append([x.grad, *layer.main_grads])
+            results.append([x.grad, *mains.values()])
         return results
 
     for eager, compiled in LocalGroup(2).run(step):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mok_modular import stages
-from mok_modular.protocol.swap_rules import STAGES_OF
+from mok_modular.protocol.swap_rules import SIGNATURES
 from mok_modular.testing import check_stage
 from mok_modular.testing.contract import RULES
 
@@ -319,7 +319,7 @@ def test_and_no_other(name: str, function: Callable[..., Any], rules: list[str])
 
 
 def test_every_stage_that_can_be_swapped_has_a_contract() -> None:
-    for name in STAGES_OF:
+    for name in SIGNATURES:
         report = check_stage(name, lambda *args, **kwargs: None)
         assert report.broken == ["shape"], name
     assert set(RULES) >= set(report.broken)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from mok_modular.protocol import trace, trace_plot
-from mok_modular.protocol.sizes import extension
+from mok_modular.protocol.extension import extension
+from mok_modular.protocol.roster import roster
 from mok_modular.targets.cuda import trace as cuda_trace
 
 LAUNCHES = [("schedule", "comm")], [("fused", "compute"), ("reduce", "compute")]
@@ -33,9 +34,9 @@ def record(
     is_closed: bool = True,
 ) -> bytes:
     """A TraceRecord of csrc/trace.h."""
-    edges = [*extension().edge_names(), *extension().inner_wait_names()]
+    edges = [*roster().edge_names, *extension().inner_wait_names()]
     edge_number = edges.index(edge) if edge else -1
-    worker, stage_number = cta * len(roles()) + role, extension().stage_names().index(stage)
+    worker, stage_number = cta * len(roles()) + role, roster().stage_names.index(stage)
     kind_number = trace.KINDS.index(kind)
     times = START_NS + begin, START_NS + end, 7
     return struct.pack(

@@ -12,8 +12,9 @@ from helpers import FULL_RING, SMALL_RING, backward, build, forward, make_worklo
 
 from mok_modular import LocalGroup, MoKConfig, cli
 from mok_modular.cli.explore import LAYOUTS, PLANTED, SEQUENCES, SMALL, STRADDLING, Setup, explore, search, setups
+from mok_modular.protocol.extension import extension
 from mok_modular.protocol.plan import Plan, all_plans
-from mok_modular.protocol.sizes import extension
+from mok_modular.protocol.roster import roster
 
 FEW_PLANS = [Plan.parse(text) for text in ("split", "fused", "dispatch|gate_up+swiglu+down+combine")]
 
@@ -115,6 +116,11 @@ def test_wrong_names() -> None:
 # ---- one edge table: skeletons and stage code ----
 
 
+def edge_table() -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+    """By edge: the stages that publish it, and those that wait for it. Tickets are drawn, not published."""
+    return {edge.name: (edge.writers, edge.readers) for edge in roster().edges if edge.writers}
+
+
 def real_uses(config: MoKConfig, precision: str = "bf16") -> set[tuple[str, str, str]]:
     """(stage, edge, wait or publish) of a schedule, a forward, a recomputation and a backward of the stage code."""
     workload = make_workload([150, 140, 0], E=3, K=4, H=128, S=128, precision=precision)
@@ -132,7 +138,7 @@ def real_uses(config: MoKConfig, precision: str = "bf16") -> set[tuple[str, str,
 
 def test_stage_code_and_skeletons_use_the_same_edges() -> None:
     """Every wait and signal of the stage code, in all plans, is in the table, and every row of the table is in use."""
-    table = extension().edge_table()
+    table = edge_table()
     seen: set[tuple[str, str, str]] = set()
     for plan in all_plans():
         seen |= real_uses(MoKConfig(mode=str(plan), **SMALL_RING, trace=True))
@@ -164,7 +170,7 @@ def test_skeletons_use_every_edge_of_the_table() -> None:
     used |= set(search(Setup("F", "split", full, is_pull_once=True)).edges)
     used |= set(search(Setup("FB", "split", STRADDLING)).edges)
     # A schedule's end is the end of its process.
-    assert set(extension().edge_table()) - used <= {"exited", "schedule_exited"}
+    assert set(edge_table()) - used <= {"exited", "schedule_exited"}
 
 
 # ---- the command ----

@@ -164,6 +164,26 @@ def test_an_editable_install(tree: Path, site: Path) -> None:
     assert error.endswith(f"-m pip install --force-reinstall --no-deps -e '{tree}'")
 
 
+THREADS = """
+import sys
+sys.setswitchinterval(1e-6)
+from concurrent.futures import ThreadPoolExecutor
+from mok_modular.protocol import extension as module
+with ThreadPoolExecutor(8) as pool:
+    found = list(pool.map(lambda _: module.extension(), range(64)))
+assert all(each is found[0] for each in found)
+print("one")
+"""
+
+
+def test_threads_load_it_once(tree: Path, compiled: Path) -> None:
+    copy_extension(compiled, tree / "mok_modular")
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", THREADS], cwd=tree, env={"PYTHONPATH": str(tree)}, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("one\n", "", 0)
+
+
 # ---- compiled for another processor ----
 
 OTHER = """

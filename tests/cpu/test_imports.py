@@ -23,14 +23,15 @@ PACKAGE = "mok_modular"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("protocol",),
-    ("config", "ops", "ranks"),
+    ("config", "full_precision", "ops", "ranks"),
     ("swap",),
     ("targets",),
     ("calls",),
     ("functional", "memory"),
-    ("stages", "torch_ops"),
+    ("parameters", "stages", "torch_ops"),
+    ("torch_func",),
     ("layer", "reference", "routing"),
-    ("routing_capture",),
+    ("copies", "routing_capture"),
     ("testing",),
     ("",),
     ("cli",),

@@ -97,6 +97,36 @@ def test_ctrl_c_while_a_rank_sleeps(workload: Workload, ctrl_c: Callable[[thread
     check_group_works(group, workload)
 
 
+@pytest.mark.parametrize("how", ["computes", "sleeps"])
+def test_ctrl_c_while_others_wait_for_their_turn(
+    workload: Workload, ctrl_c: Callable[[threading.Event], None], how: str
+) -> None:
+    """They do not begin any more. Who has the turn and computes is left behind."""
+    group = LocalGroup(4)
+    running, go_on = threading.Event(), threading.Event()
+    begun: list[int] = []
+
+    def step(member: Any) -> None:
+        begun.append(member.rank())
+        running.set()
+        while not go_on.is_set():
+            if how == "sleeps":
+                time.sleep(0.05)
+
+    ctrl_c(running)
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        group.run(step)
+    go_on.set()
+    assert time.monotonic() - start < 10
+    assert begun == [0] or how == "sleeps"  # the turn of one that sleeps may have been passed on
+    torch.manual_seed(1)
+    expected = torch.randn(3)
+    torch.manual_seed(1)
+    assert all(torch.equal(drawn, expected) for drawn in group.run(lambda _: torch.randn(3)))
+    check_group_works(group, workload)
+
+
 @pytest.mark.parametrize("executor", ["fibers", "threads"])
 def test_ctrl_c_in_a_loop_of_calls(
     workload: Workload, ctrl_c: Callable[[threading.Event], None], executor: str

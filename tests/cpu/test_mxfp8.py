@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mok_modular import ops
-from mok_modular.protocol.sizes import extension
+from mok_modular.protocol.extension import extension
 
 INF, NAN = float("inf"), float("nan")
 MAX_BF16 = torch.finfo(torch.bfloat16).max

@@ -13,6 +13,7 @@ import torch
 from torch import distributed, multiprocessing
 
 import mok_modular as mok
+from mok_modular.calls.copies import compare_copies
 from mok_modular.config import MoKConfig
 from mok_modular.ranks.group import as_member
 from mok_modular.ranks.process_group import ProcessRanks, process_member
@@ -94,8 +95,43 @@ def _check_member(ranks: ProcessRanks) -> None:
     assert ranks.global_ranks() == [0, 1, 2]
 
 
+def _check_copies(ranks: ProcessRanks) -> None:
+    """Compared and named, broadcast, clipped: of a layer that is built here and not called."""
+    rank, member = ranks.rank(), as_member(distributed.group.WORLD)
+    ranks.device, device = "cpu", ranks.device
+    torch.manual_seed(1234 + rank)
+    layer = mok.MoE(64, 64, 6, 2, member, shared_intermediate_size=64)
+    before = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    shared = {name: before[name] for name in ("w_shared_gate", "w_shared_up", "w_shared_down")}
+    with pytest.raises(ValueError, match=r"w_shared_gate on rank 1, 2; w_shared_up on rank 1, 2; .*broadcast_copies"):
+        compare_copies(member, shared, 20)
+    mok.broadcast_copies(layer)
+    compare_copies(member, {name: getattr(layer, name) for name in shared}, 20)
+    for name, parameter in layer.named_parameters():
+        assert torch.equal(parameter, before[name]) is (rank == 0 or "routed" in name), name
+
+    def set_gradients() -> None:
+        for name, parameter in layer.named_parameters():
+            parameter.grad = torch.full_like(parameter, 1 + rank if "routed" in name else 2)
+
+    set_gradients()
+    norm = mok.clip_grad_norm_(layer, 1.0)
+    squares = (1 + 4 + 9) * 3 * 2 * 64 * 64 + 4 * 3 * 64 * 64
+    assert norm.item() == pytest.approx(squares**0.5, rel=1e-6)
+    assert layer.w_shared_up.grad[0, 0].item() == pytest.approx(2 / squares**0.5, rel=2**-8)
+    set_gradients()
+    if rank == 2:
+        layer.w_shared_up.grad.zero_()
+    with pytest.raises(ValueError, match=r"their gradients differ: w_shared_up\."):
+        mok.clip_grad_norm_(layer, 1.0)
+    with pytest.raises(ValueError, match="got rank 0: 3, rank 1: 3, rank 2: 0"):
+        mok.clip_grad_norm_(layer.w_routed_up if rank == 2 else layer, 1.0)
+    ranks.device = device
+
+
 def _check_all(ranks: ProcessRanks) -> None:
     _check_member(ranks)
+    _check_copies(ranks)
     _check_meetings(ranks)
     _check_reports_and_losses(ranks)
 

@@ -15,7 +15,7 @@ from helpers import FULL_RING, SMALL_RING, build, call, forward, make_workload, 
 from torch import Tensor
 
 from mok_modular import LocalGroup, MoKConfig, MoKDeadlockError, MoKPeerError, MoKTimeoutError
-from mok_modular.protocol.sizes import extension
+from mok_modular.protocol.roster import roster
 from mok_modular.testing import Workload
 
 FIELDS = {"rank", "stage", "task", "edge", "index", "have", "want", "peer"}
@@ -58,7 +58,7 @@ def cases() -> list[Any]:
 
 def test_every_edge_is_lost_once() -> None:
     """Tickets are no signals. The end of a schedule has a test of its own, and so have the edges of a backward."""
-    names = extension().edge_names()
+    names = roster().edge_names
     of_backward = set(names[names.index("d_y_ready") : names.index("published")])
     tested = {edge for _, edges in SETUPS.values() for edge in edges} | {"schedule_exited"}
     assert set(names) - tested - of_backward == {"tickets", "schedule_tickets"}

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 from mok_modular.cli.commands import _make_parser, main
-from mok_modular.protocol.diagnosis import TASK_ORDER, WRITERS
-from mok_modular.protocol.extension import extension
-from mok_modular.protocol.plan import SHARED_STAGES, STAGES
-from mok_modular.protocol.swap_rules import STAGES_OF
+from mok_modular.protocol.roster import STAGES, roster
+from mok_modular.protocol.swap_rules import SIGNATURES
 from mok_modular.testing.contract import RULES
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +61,7 @@ def test_python_of_swapping_runs() -> None:
 
 def test_the_table_of_swapping_is_the_code() -> None:
     text = (ROOT / "docs" / "swapping.md").read_text()
-    assert [row[0].strip("`") for row in table(text.partition("## When")[0])] == list(STAGES_OF)
+    assert [row[0].strip("`") for row in table(text.partition("## When")[0])] == list(SIGNATURES)
     named = {word for row in table(section(text, "What goes wrong")) for word in words(row[0])}
     assert named == set(RULES)
 
@@ -121,7 +119,8 @@ def test_commands_of_readme_exist(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path: Path) -> None:
-    targets = re.findall(r"\]\(([^)#]+)", path.read_text())
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    targets = re.findall(r"\]\(([^)#]+)", text)
     assert targets or (path.name not in ("design.md", "status.md") and path != ROOT / "README.md")
     for target in targets:
         assert (path.parent / target).exists(), target
@@ -156,26 +155,32 @@ def test_files_and_names_of_a_step_exist(step: str) -> None:
 
 def test_edge_table_is_that_of_the_code() -> None:
     rows = table(section(PROTOCOL.read_text(), "Edges"))
-    assert [words(row[0])[0] for row in rows] == extension().edge_names()
-    across = [row[4] for row in rows]
-    num_across = across.index("no")
-    assert across == ["yes"] * num_across + ["no"] * (len(rows) - num_across)
-    assert words(rows[num_across - 1][0]) == ["y_arrived"]  # is_cross_rank of layout.h
+    assert [words(row[0])[0] for row in rows] == list(roster().edge_names)
+    assert [row[4] for row in rows] == ["yes" if edge.is_across_ranks else "no" for edge in roster().edges]
 
 
-def test_edge_table_names_the_stages_that_an_error_names() -> None:
-    stages = {*TASK_ORDER, "schedule"}
+def test_edge_table_names_the_stages_of_the_roster() -> None:
+    stages = set(roster().stage_names)
     rows = {words(row[0])[0]: row for row in table(section(PROTOCOL.read_text(), "Edges"))}
-    for edge, writers in WRITERS.items():
-        said = set(re.findall(r"\w+", rows[edge][1])) & stages
-        assert edge == "done" or said >= set(writers), edge  # done is sent by whoever leaves last
+    for edge in roster().edges:
+        said = set(re.findall(r"\w+", rows[edge.name][1])) & stages
+        is_of_every = set(edge.writers) == stages  # sent by whoever leaves last
+        assert is_of_every or said >= set(edge.writers), edge.name
 
 
 def test_picture_shows_the_edges_of_a_forward() -> None:
     picture = section(README, "Stages and edges")
     for edge in ("topk_ready", "input_ready", "done", "x_ready", "gate_up_ready", "hidden_ready", "y_ready"):
         assert edge in picture
-    for name in ("slot_free", "shared_hidden_ready", "shared_ready", "publish", *STAGES, *SHARED_STAGES, "reduce"):
+    for name in (
+        "slot_free",
+        "shared_hidden_ready",
+        "shared_ready",
+        "publish",
+        *STAGES,
+        *roster().names("prologue", "forward"),
+        "reduce",
+    ):
         assert name in picture
 
 

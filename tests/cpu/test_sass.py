@@ -19,8 +19,10 @@ from pathlib import Path
 import pytest
 
 from mok_modular.protocol.plan import STAGES, all_plans, group_mask
+from mok_modular.protocol.roster import roster
 from mok_modular.targets.cuda import device as cuda_device
 from mok_modular.targets.cuda import nvrtc
+from mok_modular.targets.cuda.arch import SM_90A
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +45,7 @@ def find_tool(name: str) -> str:
 
 PERSISTENT = [STAGES, STAGES[1:], STAGES[:2], STAGES[2:4]]
 TRACED = {
-    "dispatch": cuda_device.COPY_KERNELS["dispatch"],
+    "dispatch": cuda_device.copy_kernels()["dispatch"],
     "fused": cuda_device.persistent_kernel(group_mask(STAGES)),
 }
 LARGE = [
@@ -53,10 +55,10 @@ LARGE = [
 """Kernels that a second process compiles meanwhile, in a cache of its own: a cache has one lock."""
 COMPILE = """
 import sys
+from mok_modular.targets.cuda import arch, nvrtc
 from mok_modular.targets.cuda import device as cuda_device
-from mok_modular.targets.cuda import nvrtc
 source, entries, defines = eval(sys.argv[1])
-nvrtc.compile_kernel(cuda_device.ARCH, nvrtc.Kernel(source, entries, defines), cuda_device.DEFINE)
+cuda_device.compile_kernel(arch.arch_named(sys.argv[2]), nvrtc.Kernel(source, entries, defines))
 """
 ahead: dict[nvrtc.Kernel, Future[Path]] = {}
 
@@ -68,7 +70,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("ahead")
 
     def compile_ahead(kernel: nvrtc.Kernel) -> Path:
-        command = [sys.executable, "-c", COMPILE, repr(dataclasses.astuple(kernel))]
+        command = [sys.executable, "-c", COMPILE, repr(dataclasses.astuple(kernel)), SM_90A.name]
         subprocess.run(command, env={**os.environ, "MOK_CACHE_DIR": str(folder)}, check=True)
         return folder
 
@@ -83,7 +85,7 @@ def compiled(kernel: nvrtc.Kernel) -> nvrtc.Cubin:
     with pytest.MonkeyPatch.context() as patch:
         if kernel in ahead:
             patch.setenv("MOK_CACHE_DIR", str(ahead[kernel].result()))
-        return nvrtc.compile_kernel(cuda_device.ARCH, kernel, cuda_device.DEFINE)
+        return cuda_device.compile_kernel(SM_90A, kernel)
 
 
 def disassemble(cubin: nvrtc.Cubin, folder: Path) -> dict[str, str]:
@@ -115,9 +117,9 @@ def ptxas_report(cubin: nvrtc.Cubin) -> dict[str, tuple[int, int]]:
 
 
 ALL = {
-    **{name: (kernel, "copy") for name, kernel in cuda_device.COPY_KERNELS.items()},
-    **{f"{name} over links": (kernel, "copy") for name, kernel in cuda_device.LINK_KERNELS.items()},
-    "gemm": (cuda_device.GEMM_KERNEL, "gemm"),
+    **{name: (kernel, "copy") for name, kernel in cuda_device.copy_kernels().items()},
+    **{f"{name} over links": (kernel, "copy") for name, kernel in cuda_device.link_kernels().items()},
+    "gemm": (cuda_device.gemm_kernel(), "gemm"),
 }
 
 
@@ -135,7 +137,7 @@ def test_kernel(name: str, tmp_path: Path) -> None:
         assert "CONSTANT" not in "".join(re.findall(r"LDG\S*", code)), f"{entry} reads a region past the acquire"
         if kind == "gemm":
             check_gemm(entry, code)
-        elif name.removesuffix(" over links") in cuda_device.COPYING:
+        elif name.removesuffix(" over links") in roster().communicating:
             assert code.count("UBLKCP") >= 2, f"{entry} does not copy rows by the copy engine"
         else:
             assert re.search(r"LDG\.E\.128|LDG\.E\.[A-Z.]*128", code) or name == "schedule", (
@@ -154,7 +156,7 @@ def check_gemm(entry: str, code: str) -> None:
 
 
 def test_shared_memory_fits() -> None:
-    assert cuda_device.GEMM_SMEM_BYTES + 1024 <= MAX_SMEM_BYTES
+    assert SM_90A.gemm_smem_bytes + 1024 <= MAX_SMEM_BYTES
 
 
 def persistent_masks() -> set[int]:
@@ -221,7 +223,7 @@ def test_a_timeline_is_in_traced_kernels_alone(name: str, tmp_path: Path) -> Non
 
 
 def test_cache_is_used_verified_and_repaired() -> None:
-    kernel = cuda_device.COPY_KERNELS["publish"]
+    kernel = cuda_device.copy_kernels()["publish"]
     first = compiled(kernel)
     again = compiled(kernel)
     assert again.is_from_cache

@@ -284,7 +284,7 @@ def test_a_kernel_without_a_timeline_has_nothing_of_it() -> None:
     assert lines_of(names, untraced(good)) == []
     assert lines_of(names, untraced("MOK_TRACED(x;)\nworker.trace(kind);")) == [2]
     found = []
-    for path in [*sorted((ROOT / "csrc/targets/cuda").glob("*.h")), *sorted((ROOT / "csrc/targets/sm90").glob("*.h"))]:
+    for path in [*sorted((ROOT / "csrc/targets/cuda").rglob("*.h")), *sorted((ROOT / "csrc/targets/sm90").glob("*.h"))]:
         code = re.sub(r"#include[^\n]*", "", strip_comments(path.read_text()))
         if path.name != "timeline.h":
             found += [f"{path.name}:{line}" for line in lines_of(names, untraced(code))]

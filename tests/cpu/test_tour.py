@@ -16,7 +16,7 @@ from helpers import SMALL_RING, make_workload, run, run_both
 from mok_modular import MoKConfig, cli
 from mok_modular.cli.explain import Walk, converse, describe
 from mok_modular.cli.sweep_points import AXES, GPU_ONLY, skewed, sweep
-from mok_modular.protocol.swap_rules import STAGES_OF
+from mok_modular.protocol.swap_rules import SIGNATURES
 from mok_modular.testing import capture
 from mok_modular.testing.capture import replay
 
@@ -173,7 +173,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 # ---- one stage alone ----
 
 
-@pytest.mark.parametrize("name", STAGES_OF)
+@pytest.mark.parametrize("name", SIGNATURES)
 def test_captured_stage(name: str, tmp_path: Path) -> None:
     path = tmp_path / "stage.pt"
     run_both(make_workload([60, 50], E=4), MoKConfig(mode="split", **SMALL_RING, stages={name: capture(name, path)}))

@@ -15,7 +15,7 @@ import torch
 from helpers import SMALL_RING, make_workload, same_bits
 from torch import Tensor
 
-from mok_modular import LocalGroup, MoKConfig, MoKTimeoutError, functional
+from mok_modular import LocalGroup, MoE, MoKConfig, MoKTimeoutError, broadcast_copies, functional
 from mok_modular.testing import Workload
 
 DEVICE = "cuda:0"
@@ -53,6 +53,31 @@ def test_no_host_synchronisation_from_the_second_call_on() -> None:
             outputs = [single.call(config, save_context=is_kept) for is_kept in (True, False)]
         single.workspace.check()
         assert all(same_bits(first, output) for output in outputs)
+
+
+def test_a_layer_compares_the_copies_of_its_shared_expert_in_its_first_call_only() -> None:
+    """Ranks that seed differently are told; later calls do not wait for the device."""
+    workload = make_workload([300, 200]).to(DEVICE)
+    group, layers = LocalGroup(2, device=DEVICE), []
+    for member in group.members:
+        torch.manual_seed(1234 + member.rank())
+        layers.append(MoE(64, 128, 8, 2, member, CONFIG, shared_intermediate_size=192, num_local_tokens=300))
+
+    def call(member: Any) -> Tensor:
+        rank = member.rank()
+        with torch.no_grad():
+            return layers[rank](workload.x[rank], workload.expert_ids[rank], workload.router_weights[rank])
+
+    with pytest.raises(ValueError, match="w_shared_up on rank 1"):
+        group.run(call)
+    group.run(lambda member: broadcast_copies(layers[member.rank()]))
+    outputs = group.run(call)
+    with no_synchronisation():
+        again = group.run(call)
+    for rank, layer in enumerate(layers):
+        assert same_bits(again[rank], outputs[rank])
+        assert torch.equal(layer.w_shared_up, layers[0].w_shared_up)
+        layer.workspace.check()
 
 
 def test_capture_and_replay() -> None:
@@ -188,6 +213,35 @@ def test_addresses_that_come_back_in_another_order() -> None:
         assert same_bits(single.call(), first), i
     assert all((tensor == value).all() for value, tensor in held)
     single.workspace.check()
+
+
+def test_members_draw_from_cuda_generators_of_their_own() -> None:
+    def step(member: Any) -> Tensor:
+        torch.manual_seed(member.rank())
+        time.sleep(0.01 * member.rank())
+        first = torch.rand(5, device=DEVICE)
+        member.all_reduce([])
+        return torch.cat([first, torch.rand(5, device=DEVICE)]).cpu()
+
+    for rank, drawn in enumerate(LocalGroup(4, device=DEVICE).run(step)):
+        generator = torch.Generator(DEVICE).manual_seed(rank)
+        assert torch.equal(
+            drawn, torch.cat([torch.rand(5, device=DEVICE, generator=generator) for _ in range(2)]).cpu()
+        )
+
+
+def test_members_start_on_the_stream_of_the_caller() -> None:
+    def step(member: Any) -> tuple[int, int]:
+        if member.rank() == 1:
+            torch.cuda.set_stream(torch.cuda.Stream())
+        member.all_reduce([])
+        return torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        found = LocalGroup(3, device=DEVICE).run(step)
+    assert found[0] == found[2] == (0, stream.cuda_stream)
+    assert found[1] != found[0]
 
 
 @pytest.mark.parametrize("late", [0, 3])

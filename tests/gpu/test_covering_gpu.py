@@ -66,8 +66,8 @@ def run(workload: Workload, group: LocalGroup, **options: Any) -> Tensor:
 )
 @pytest.mark.parametrize("plan", [str(plan) for plan in all_plans()])
 def test_communicating_sms_in_every_plan(plan: str, num_tokens: Sequence[int], sizes: dict[str, int]) -> None:
-    """A role is drawn once a launch: with a counter per call, the second kernel of a plan had no communicating CTA. Copies
-    leave SMs to products: with a CTA on every SM, no product could start, and the copies waited for it."""
+    """A role is drawn once per launch: with a counter per call, the second kernel of a plan had no communicating CTA.
+    Copies leave SMs to products: with a CTA on every SM, no product could start, and the copies waited for it."""
     cpu = make_workload(num_tokens, routing=spread_over(sizes["E"], sizes["K"]), **sizes)
     workload, group = cpu.to(DEVICE), LocalGroup(len(num_tokens), device=DEVICE)
     base = run(workload, group, mode="split")

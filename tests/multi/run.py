@@ -246,12 +246,43 @@ def case_sizes(rank: Rank) -> None:
         data = Data.random(sum(splits), seed=4)
         expect_bits(rank, rank.part(data, splits).run(config, workspace), on_one_rank(rank, data), splits)
         workspace.check()
+    torch.manual_seed(7)
     layer = mok.MoE(H, I, E, K, rank.group, config, shared_intermediate_size=S)
     part = rank.part(data, splits)
     with torch.no_grad():
         outputs = [layer(part.x, part.ids, part.router_weights) for _ in range(2)]
     assert torch.equal(*outputs)
     assert not outputs[0].isnan().any()
+
+
+def case_copies(rank: Rank) -> None:
+    """Scripts that seed by rank: the first call names the copies that differ; broadcast and clipping over the group."""
+    splits = even(rank, 240)
+    part = rank.part(Data.random(sum(splits), seed=13), splits)
+    torch.manual_seed(1234 + rank.rank)
+    layer = mok.MoE(H, I, E, K, rank.group, rank.config(), shared_intermediate_size=S, num_local_tokens=max(splits))
+    kept = {name: weight.detach().clone() for name, weight in layer.named_parameters()}
+    with torch.no_grad():
+        if rank.size > 1:
+            with expect_error(rank, ValueError, "w_shared_up on rank 1", within_s=120):
+                layer(part.x, part.ids, part.router_weights)
+        mok.broadcast_copies(layer)
+        layer(part.x, part.ids, part.router_weights)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            output = layer(part.x, part.ids, part.router_weights)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    layer.workspace.check()
+    assert not output.isnan().any()
+    for name, weight in layer.named_parameters():
+        assert torch.equal(weight, kept[name]) is (rank.rank == 0 or "routed" in name), name
+        weight.grad = torch.full_like(weight, 1 + rank.rank if "routed" in name else 2)
+    num_own = sum(weight.numel() for name, weight in kept.items() if "routed" in name)
+    num_shared = sum(weight.numel() for name, weight in kept.items() if "shared" in name)
+    norm = (sum((1 + r) ** 2 for r in range(rank.size)) * num_own + 4 * num_shared) ** 0.5
+    assert abs(mok.clip_grad_norm_(layer, 1.0).item() / norm - 1) < 1e-5
+    assert abs(layer.w_shared_up.grad[0, 0].item() * norm / 2 - 1) < 2**-7
 
 
 def case_held(rank: Rank) -> None:

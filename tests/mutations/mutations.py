@@ -137,8 +137,8 @@ MUTATIONS = [
     ),
     Mutation(
         "csrc/protocol/arrivals.h",
-        "return is_swiglu_in_gate_up(call) ? num_gate_up_tiles(s) : s.row_block() / kElementRows;",
-        "return is_swiglu_in_gate_up(call) ? 1 : s.row_block() / kElementRows;",
+        "if (is_inside(kStage, kOuter, call)) return num_block_tasks(kOuter, call.shape);",
+        "if (is_inside(kStage, kOuter, call)) return 1;",
         CPU + "test_bits.py",
     ),
     Mutation(
@@ -160,9 +160,9 @@ MUTATIONS = [
         CPU + "test_mismatch.py",
     ),
     Mutation(
-        "csrc/protocol/edge_table.h",
-        "{Edge::x_ready, stages(Stage::dispatch), stages(Stage::dispatch, Stage::gate_up)}",
-        "{Edge::x_ready, stages(Stage::dispatch), stages(Stage::dispatch, Stage::down)}",
+        "csrc/protocol/roster.h",
+        "(dispatch), (dispatch), (dispatch, gate_up))",
+        "(dispatch), (dispatch), (dispatch, down))",
         CPU + "test_explore.py -k planted_fault",
     ),
     # ---- stages ----
@@ -234,7 +234,7 @@ MUTATIONS = [
     ),
     Mutation(
         "csrc/stages/wgrad.h",
-        "signals.add(Edge::carry_done, carry_index(call, task.part, macrobatch));",
+        "signals.add(Edge::carry_done, carry_index(call, carry_unit(call, task), macrobatch));",
         "signals.add(Edge::carry_done, carry_index(call, 0, macrobatch));",
         CPU + "test_faults.py -k backward",
     ),
@@ -246,9 +246,9 @@ MUTATIONS = [
     ),
     # ---- the host target ----
     Mutation(
-        "csrc/targets/host/swapped.cpp",
-        "return windowed<SwappedWgrad>;",
-        "return windowed<Wgrad>;",
+        "csrc/targets/host/driver.h",
+        "return S::needs_of_other_kernels(args, task, signals);",
+        "return S::needs(args, task, signals);",
         CPU + "test_swap_backward.py -k one_carry",
     ),
     Mutation(

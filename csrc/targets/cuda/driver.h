@@ -2,12 +2,7 @@
 #pragma once
 
 #include "protocol/leave.h"
-#include "stages/combine.h"
-#include "stages/dispatch.h"
-#include "stages/publish.h"
-#include "stages/quantize.h"
-#include "stages/reduce.h"
-#include "stages/swiglu.h"
+#include "stages/stage.h"
 #include "targets/cuda/worker.h"
 
 // A kernel goes through the calls of all ranks that live on this GPU (one, between processes), each CTA
@@ -68,45 +63,29 @@ MOK_DEVICE bool next_task(TasksOfKernel& tasks, Worker& worker, Task* task) {
   return worker.broadcast_task(has_task, drawn, task);
 }
 
-// One copy or element stage, or several, in one kernel; stages with matrix products have role loops of their own.
-template <Group kGroup, bool kHasPrologue = false>
-MOK_DEVICE void run_tasks(const Args& args, const Launch& launch, Worker& worker) {
-  TaskSequence<kGroup == group_bit(Stage::dispatch)> tasks(args, launch, worker.role());
-  Task task;
-  bool is_running = true;
-  while (is_running && next_task(tasks, worker, &task)) {
-    worker.begin_task(task);
-    if constexpr (holds(kGroup, Stage::dispatch)) {
-      if (task.stage == Stage::dispatch)
-        is_running = args.call.shape.is_push_dispatch ? run_tile<DispatchPush>(args, worker, task)
-                                                      : run_tile<DispatchPull>(args, worker, task);
-    }
-    if constexpr (holds(kGroup, Stage::swiglu)) {
-      if (task.stage == Stage::swiglu) is_running = run_tile<Swiglu>(args, worker, task);
-    }
-    if constexpr (holds(kGroup, Stage::quantize)) {
-      if (task.stage == Stage::quantize) is_running = run_tile<Quantize>(args, worker, task);
-    }
-    if constexpr (holds(kGroup, Stage::combine)) {
-      if (task.stage == Stage::combine)
-        is_running = args.call.shape.is_pull_combine ? run_tile<CombinePull>(args, worker, task)
-                                                     : run_tile<CombinePush>(args, worker, task);
-    }
-  }
-  worker.sync();
-  if (worker.is_leader()) leave_last_group(args, launch, worker);
+template <class S>
+MOK_DEVICE bool run_stage(const Args& args, Worker& worker, const Task& task) {
+  static_assert(!is_product(S::kStage), "matrix products have role loops of their own");
+  return in_its_way(args.call.shape, S{}, [&](auto way) { return run_tile<decltype(way)>(args, worker, task); });
 }
 
-template <class S, bool kIsGemm>
+// One copy or element stage, alone in its kernel.
+template <class S>
 MOK_DEVICE void run_single(const Args& args, const Launch& launch, Worker& worker) {
-  static_assert(!kIsGemm, "matrix products have role loops of their own");
-  Tasks tasks(args, launch, worker.role());
+  TaskSequence<S::kStage == Stage::dispatch> tasks(args, launch, worker.role());
   Task task;
   bool is_running = true;
   while (is_running && next_task(tasks, worker, &task)) {
     worker.begin_task(task);
-    is_running = run_tile<S>(args, worker, task);
+    is_running = run_stage<S>(args, worker, task);
   }
+}
+// The same for one that is windowed.
+template <class S>
+MOK_DEVICE void run_tasks(const Args& args, const Launch& launch, Worker& worker) {
+  run_single<S>(args, launch, worker);
+  worker.sync();
+  if (worker.is_leader()) leave_last_group(args, launch, worker);
 }
 
 }  // namespace mok

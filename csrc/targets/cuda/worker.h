@@ -5,7 +5,7 @@
 #pragma once
 
 #include "stages/stage.h"
-#include "targets/cuda/async.h"
+#include "targets/cuda/chunk_pipe.h"
 #include "targets/cuda/timeline.h"
 
 namespace mok::cuda {
@@ -41,8 +41,7 @@ struct Waiter {
   __device__ bool pause(const Args& args, const Wait& wait) {
     const bool is_ended = is_aborted(args);
     const Word now = global_timer_ns() | 1;
-    const bool is_start = wait.edge == Edge::input_ready || wait.edge == Edge::topk_ready ||
-                          wait.edge == Edge::entered || (wait.edge == Edge::done && task.stage == Stage::publish);
+    const bool is_start = is_start_edge(wait.edge) || (wait.edge == Edge::done && task.stage == Stage::publish);
     const Word limit = is_start ? args.call.start_timeout_ns : args.call.timeout_ns;
     // One late rank stalls every inner edge of the others: the inner clock starts when all are seen to have come,
     // which is looked at eight times a timeout, so that an error is late by no more than that.
@@ -86,6 +85,38 @@ struct Waiter {
   }
 };
 
+// What all kinds of workers have: tickets, waits and signals, by the one thread that is their leader (Self::is_leader).
+template <class Self>
+class WaitingWorker {
+ public:
+  __device__ WaitingWorker(int32 launch_idx) { waiter_.launch_idx = launch_idx; }
+
+  __device__ void begin_call([[maybe_unused]] const Args& args) {
+    seen_inputs = seen_dones = SeenRanks{};
+    MOK_TRACED(if (Self::is_leader()) waiter_.track->begin_call(args);)
+  }
+  __device__ void begin_task(const Task& task) {
+    waiter_.task = task;
+    MOK_TRACED(if (Self::is_leader()) waiter_.track->next_task(task);)
+  }
+  __device__ Word draw(Word* counter) { return atomicAdd(counter, Word{1}); }
+  __device__ void begin_wait(const Wait&) { waiter_.begin(); }
+  __device__ bool pause(const Args& args, const Wait& wait) { return waiter_.pause(args, wait); }
+  __device__ void end_wait([[maybe_unused]] const Wait& wait) { MOK_TRACED(waiter_.track->wait(waiter_.task, wait);) }
+  __device__ void fail(const Args& args, const Wait& wait) { waiter_.fail(args, wait); }
+  __device__ bool may_publish(Edge, int64, int32) { return true; }
+  SeenRanks seen_inputs, seen_dones;  // of this call
+
+#if MOK_TRACE
+  __device__ void trace_to(Track& track) { waiter_.track = &track; }
+  // The leader has come to the end of its tile, or of its signals.
+  __device__ void trace(TraceKind kind) { waiter_.track->end(kind, waiter_.task); }
+#endif
+
+ protected:
+  Waiter waiter_;
+};
+
 // The ring of a CTA, in dynamic shared memory, its barriers ready.
 __device__ __forceinline__ CopyRing* open_ring() {
   extern __shared__ __align__(128) unsigned char mok_ring[];
@@ -98,22 +129,16 @@ __device__ __forceinline__ CopyRing* open_ring() {
   return ring;
 }
 
-class Worker {
+class Worker : public WaitingWorker<Worker> {
  public:
   // `scratch`: four words of shared memory for broadcasts.
-  __device__ Worker(int* scratch, int32 launch_idx, CopyRing* ring = nullptr) : scratch_(scratch), ring_(ring) {
-    waiter_.launch_idx = launch_idx;
-  }
-
-  __device__ void begin_call([[maybe_unused]] const Args& args) {
-    seen_inputs = seen_dones = SeenRanks{};
-    MOK_TRACED(if (is_leader()) waiter_.track->begin_call(args);)
-  }
+  __device__ Worker(int* scratch, int32 launch_idx, CopyRing* ring = nullptr)
+      : WaitingWorker(launch_idx), scratch_(scratch), ring_(ring) {}
 
   __device__ int32 index() const { return blockIdx.x; }
   __device__ int32 num_workers() const { return gridDim.x; }
   __device__ Role role() const { return Role::any; }
-  __device__ bool is_leader() const { return threadIdx.x == 0; }
+  __device__ static bool is_leader() { return threadIdx.x == 0; }
 
   // ---- work ----
   template <class Index, class F>
@@ -145,16 +170,13 @@ class Worker {
       bf16x8* row = reinterpret_cast<bf16x8*>(__shfl_sync(0xffffffffu, to, __ffs(static_cast<int>(rows)) - 1));
       for (int32 i = lane; i < size / 16; i += 32) row[i] = bf16x8{};
     }
-    copy_chunks(copied, size, to, from, are_sources_read_again);
+    // Sources that others read soon stay in the L2, and what is written, far more than the L2 holds, goes first.
+    pipe_.copy(
+        smem_address(ring_->chunks[warp]), smem_address(ring_->full[warp]), copied, size, to, from,
+        [&] { return are_sources_read_again ? evict_last() : evict_first(); }, [] { return evict_first(); });
   }
 
-  // ---- protocol: called by the leader ----
-  __device__ Word draw(Word* counter) { return atomicAdd(counter, Word{1}); }
-  __device__ void begin_wait(const Wait&) { waiter_.begin(); }
-  __device__ bool pause(const Args& args, const Wait& wait) { return waiter_.pause(args, wait); }
-  __device__ void end_wait([[maybe_unused]] const Wait& wait) { MOK_TRACED(waiter_.track->wait(waiter_.task, wait);) }
-  __device__ void fail(const Args& args, const Wait& wait) { waiter_.fail(args, wait); }
-  __device__ bool may_publish(Edge, int64, int32) { return true; }
+  // ---- protocol: called by the leader, beside what WaitingWorker has ----
   // Nobody waits for the host here, so it learns of both at its next call.
   __device__ void report_invalid_id(const Args& args) { atomicAdd_system(&args.call.failure->num_invalid_ids, 1); }
   __device__ void report_overflow(const Args& args, int64 want) {
@@ -180,13 +202,6 @@ class Worker {
     store_system(&failure->is_set, 2);
   }
 
-  SeenRanks seen_inputs, seen_dones;  // of this call
-
-  __device__ void begin_task(const Task& task) {
-    waiter_.task = task;
-    MOK_TRACED(if (is_leader()) waiter_.track->next_task(task);)
-  }
-
 #if MOK_TRACE
   __device__ void open_track(const TraceSink& sink, const Launch& launch) {
     __shared__ Track track;
@@ -196,8 +211,6 @@ class Worker {
     own_sink = sink;
     track.open(own_sink, static_cast<int>(TraceRole::cta), launch);
   }
-  // The leader has come to the end of its tile, or of its signals.
-  __device__ void trace(TraceKind kind) { waiter_.track->end(kind, waiter_.task); }
 #endif
 
   // A ticket of the leader's for all threads; negative: the call was aborted.
@@ -227,61 +240,9 @@ class Worker {
   }
 
  private:
-  // Chunks of the rows in `rows`, one after another.
-  struct Cursor {
-    uint32 rows;
-    int32 offset = 0;
-    __device__ int32 row() const { return __ffs(static_cast<int>(rows)) - 1; }
-    __device__ void advance(int32 size) {
-      offset += kChunkBytes;
-      if (offset < size) return;
-      offset = 0;
-      rows &= rows - 1;
-    }
-  };
-  // Lane i holds the addresses of row i. Lane 0 issues all copies; its warp goes along. Sources that others read soon stay
-  // in the L2, and what is written, far more than the L2 holds, goes first.
-  __device__ void copy_chunks(uint32 rows, int32 size, unsigned long long to, unsigned long long from,
-                              bool are_sources_read_again) {
-    const uint32 warp = threadIdx.x / 32;
-    const bool is_first = lane_idx() == 0;
-    const uint32 chunks = smem_address(ring_->chunks[warp]), full = smem_address(ring_->full[warp]);
-    Cursor load{rows}, store{rows};
-    Position<kChunks> loaded = ring_position_;  // where loads are; the ring's own position is where stores are
-    if (is_first) fence_proxy_async();  // what others wrote, acquired by the leader, before copies of this proxy
-    const auto issue = [&] {
-      const char* at = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, from, load.row())) + load.offset;
-      const uint32 num = static_cast<uint32>(min_of(kChunkBytes, size - load.offset));
-      if (is_first) {
-        mbarrier_expect_bytes(full + loaded.slot * 8, num);
-        bulk_load(chunks + loaded.slot * kChunkBytes, at, num, full + loaded.slot * 8,
-                  are_sources_read_again ? evict_last() : evict_first());
-      }
-      loaded.advance();
-      load.advance(size);
-    };
-    for (int32 i = 0; i < kChunks - 1 && load.rows != 0; ++i) issue();
-    while (store.rows != 0) {
-      char* at = reinterpret_cast<char*>(__shfl_sync(0xffffffffu, to, store.row())) + store.offset;
-      const uint32 num = static_cast<uint32>(min_of(kChunkBytes, size - store.offset));
-      mbarrier_wait(full + ring_position_.slot * 8, ring_position_.phase);
-      if (is_first) {
-        bulk_store(at, chunks + ring_position_.slot * kChunkBytes, num, evict_first());
-        bulk_commit();
-        bulk_wait_read<1>();  // the chunk before this one may be loaded again
-      }
-      ring_position_.advance();
-      store.advance(size);
-      if (load.rows != 0) issue();
-    }
-    if (is_first) bulk_wait_written();
-    __syncwarp();
-  }
-
   int* scratch_;
   CopyRing* ring_;
-  Position<kChunks> ring_position_;
-  Waiter waiter_;
+  ChunkPipe<kChunks, kChunkBytes> pipe_;
 };
 
 }  // namespace mok::cuda

@@ -1,18 +1,9 @@
-// How a host worker runs tasks: wait, tile (or GEMM loop and epilogue), publish.
+// How a host worker runs tasks: wait, tile (or a product's loop and epilogue), publish.
 #pragma once
 
 #include "protocol/leave.h"
-#include "stages/combine.h"
-#include "stages/dispatch.h"
-#include "stages/grouped_gemm.h"
-#include "stages/publish.h"
-#include "stages/quantize.h"
-#include "stages/reduce.h"
-#include "stages/reverse_combine.h"
-#include "stages/reverse_dispatch.h"
-#include "stages/swiglu.h"
-#include "stages/swiglu_backward.h"
-#include "targets/host/gemm.h"
+#include "protocol/stage_list.h"
+#include "targets/host/kernels.h"
 #include "targets/host/worker.h"
 
 #define MOK_WIDE_KERNEL(name) MOK_KERNEL(name)
@@ -25,6 +16,11 @@
   }                                                                                    \
   void name##_body(const Args& args, const Launch& launch, mok::host::Worker& worker)
 #define MOK_KERNEL(name) void name(const Args& args, const Launch& launch, mok::host::Worker& worker)
+
+namespace mok::host {
+template <class S>
+void gemm_tile(const Call& call, Worker& worker, const Task& task);  // of targets/host/gemm.h
+}  // namespace mok::host
 
 namespace mok {
 
@@ -46,25 +42,11 @@ bool run_tile(const Args& args, Worker& worker, const TaskOfStage& task) {
   return true;
 }
 
-// The loop of each kind of matrix product.
-template <Stage kStage>
-void multiply_tile(const Call& call, Worker& worker, const Task& task, GroupedGemm<kStage>) {
-  host::gemm_tile<GroupedGemm<kStage>>(call, worker, task);
-}
-template <Stage kStage>
-void multiply_tile(const Call& call, Worker& worker, const Task& task, GroupedDgrad<kStage>) {
-  host::dgrad_tile<GroupedDgrad<kStage>>(call, worker, task);
-}
-template <bool kIsShared>
-void multiply_tile(const Call& call, Worker& worker, const Task& task, WgradOf<kIsShared>) {
-  host::wgrad_tile<WgradOf<kIsShared>>(call, worker, task);
-}
-
 template <class S>
-bool run_gemm(const Args& args, Worker& worker, const Task& task) {
+bool run_product(const Args& args, Worker& worker, const Task& task) {
   Signals<Worker> signals(args, worker);
   if (!S::needs(args, task, signals)) return false;
-  multiply_tile(args.call, worker, task, S{});
+  host::gemm_tile<S>(args.call, worker, task);
   const Cost cost = S::cost(args.call, task);
   worker.count(S::kStage, cost);
   worker.trace_work(cost);
@@ -73,101 +55,90 @@ bool run_gemm(const Args& args, Worker& worker, const Task& task) {
   return true;
 }
 
-// All tasks of a kernel that holds the stages of kGroup (and, fused, publish and the shared expert).
-template <Group kGroup, bool kHasPrologue = false>
-void run_tasks(const Args& args, const Launch& launch, Worker& worker) {
+template <class S>
+bool run_stage(const Args& args, Worker& worker, const Task& task) {
+  return in_its_way(args.call.shape, S{}, [&](auto way) {
+    using Way = decltype(way);
+    if constexpr (is_product(Way::kStage))
+      return run_product<Way>(args, worker, task);
+    else
+      return run_tile<Way>(args, worker, task);
+  });
+}
+
+// All tasks of a launch, which are of the stages S.
+template <class... S>
+void run_launch(const Args& args, const Launch& launch, Worker& worker) {
   Tasks tasks(args, launch, worker.role());
   Task task;
   bool is_running = true;
   while (is_running && tasks.next(worker, &task)) {
     worker.begin_task(task);
-    if constexpr (kHasPrologue) {
-      if (task.stage == Stage::publish) is_running = run_tile<Publish>(args, worker, task);
-    }
-    if constexpr (kHasPrologue && holds(kGroup, Stage::down)) {
-      if (task.stage == Stage::shared_gate_up) is_running = run_gemm<SharedGateUp>(args, worker, task);
-      if (task.stage == Stage::shared_down) is_running = run_gemm<SharedDown>(args, worker, task);
-    }
-    if constexpr (kHasPrologue && holds(kGroup, Stage::wgrad)) {
-      if (task.stage == Stage::shared_down_dgrad) is_running = run_gemm<SharedDownDgrad>(args, worker, task);
-      if (task.stage == Stage::shared_gate_up_dgrad) is_running = run_gemm<SharedGateUpDgrad>(args, worker, task);
-      if (task.stage == Stage::shared_wgrad) is_running = run_gemm<SharedWgrad>(args, worker, task);
-    }
-    if constexpr (holds(kGroup, Stage::dispatch)) {
-      if (task.stage == Stage::dispatch)
-        is_running = args.call.shape.is_push_dispatch ? run_tile<DispatchPush>(args, worker, task)
-                                                      : run_tile<DispatchPull>(args, worker, task);
-    }
-    if constexpr (holds(kGroup, Stage::gate_up)) {
-      if (task.stage == Stage::gate_up) is_running = run_gemm<GateUp>(args, worker, task);
-    }
-    if constexpr (holds(kGroup, Stage::swiglu)) {
-      if (task.stage == Stage::swiglu) is_running = run_tile<Swiglu>(args, worker, task);
-    }
-    if constexpr (holds(kGroup, Stage::down)) {
-      if (task.stage == Stage::down) is_running = run_gemm<Down>(args, worker, task);
-    }
-    if constexpr (holds(kGroup, Stage::combine)) {
-      if (task.stage == Stage::combine)
-        is_running = args.call.shape.is_pull_combine ? run_tile<CombinePull>(args, worker, task)
-                                                     : run_tile<CombinePush>(args, worker, task);
-    }
-    if constexpr (holds(kGroup, Stage::reverse_combine)) {
-      if (task.stage == Stage::reverse_combine) is_running = run_tile<ReverseCombine>(args, worker, task);
-    }
-    if constexpr (holds(kGroup, Stage::down_dgrad)) {
-      if (task.stage == Stage::down_dgrad) is_running = run_gemm<DownDgrad>(args, worker, task);
-    }
-    if constexpr (holds(kGroup, Stage::swiglu_backward)) {
-      if (task.stage == Stage::swiglu_backward) is_running = run_tile<SwigluBackward>(args, worker, task);
-    }
-    if constexpr (holds(kGroup, Stage::gate_up_dgrad)) {
-      if (task.stage == Stage::gate_up_dgrad) is_running = run_gemm<GateUpDgrad>(args, worker, task);
-    }
-    if constexpr (holds(kGroup, Stage::reverse_dispatch)) {
-      if (task.stage == Stage::reverse_dispatch) is_running = run_tile<ReverseDispatch>(args, worker, task);
-    }
-    if constexpr (holds(kGroup, Stage::quantize)) {
-      if (task.stage == Stage::quantize) is_running = run_tile<Quantize>(args, worker, task);
-    }
-    if constexpr (holds(kGroup, Stage::wgrad)) {
-      if (task.stage == Stage::wgrad) is_running = run_gemm<Wgrad>(args, worker, task);
-    }
+    (void)((task.stage == S::kStage ? (is_running = run_stage<S>(args, worker, task), true) : false) || ...);
   }
+}
+
+// The waits of a task of a swapped stage. What tasks of the same stage bring would be waited for in this very kernel, and
+// is not needed: `needs_of_other_kernels` leaves it out.
+template <class S>
+bool needs_where_swapped(const Args& args, const Task& task, Signals<Worker>& signals) {
+  if constexpr (requires { S::needs_of_other_kernels(args, task, signals); })
+    return S::needs_of_other_kernels(args, task, signals);
+  else
+    return S::needs(args, task, signals);
+}
+
+// A swapped stage, alone in its kernel: all waits of the launch, the caller's function once, all signals. This is what a
+// kernel does that is launched when those before it have ended: a task waits only for kernels before it and for other
+// ranks, so it is no deadlock. One worker.
+template <class S>
+void run_swapped(const Args& args, const Launch& launch, Worker& worker) {
+  in_its_way(args.call.shape, S{}, [&](auto way) {
+    using Way = decltype(way);
+    Signals<Worker> signals(args, worker);
+    Tasks tasks(args, launch, worker.role());
+    std::vector<Task> drawn;
+    Task task;
+    while (tasks.next(worker, &task)) {
+      worker.begin_task(task);
+      if (!needs_where_swapped<Way>(args, task, signals)) return false;
+      drawn.push_back(task);
+    }
+    if (drawn.empty() || is_aborted(args)) return false;
+    const long long begin = host::now_ns();
+    if (!worker.call_out(args)) return false;
+    worker.stats(S::kStage).busy_ns += host::now_ns() - begin;
+    Cost total;
+    for (const Task& each : drawn) {
+      const Cost cost = Way::cost(args.call, each);
+      worker.count(S::kStage, cost);
+      total.num_bytes += cost.num_bytes;
+      total.num_flops += cost.num_flops;
+    }
+    worker.trace_work(total);
+    for (const Task& each : drawn) Way::publishes(args, each, signals);
+    worker.trace_publish();
+    return true;
+  });
+}
+
+// All tasks of one stage, or what stands in for them.
+template <class S>
+void run_single(const Args& args, const Launch& launch, Worker& worker) {
+  if (worker.is_swapped())
+    run_swapped<S>(args, launch, worker);
+  else
+    run_launch<S>(args, launch, worker);
+}
+
+// All tasks of a kernel of windowed stages (and, where it holds a whole pass, of its prologue).
+template <class... S>
+void run_tasks(const Args& args, const Launch& launch, Worker& worker) {
+  if constexpr (sizeof...(S) == 1)
+    run_single<S...>(args, launch, worker);
+  else
+    run_launch<S...>(args, launch, worker);
   leave_last_group(args, launch, worker);
 }
 
-// All tasks of a kernel of one stage that is not cut into windows.
-template <class S, bool kIsGemm>
-void run_single(const Args& args, const Launch& launch, Worker& worker) {
-  Tasks tasks(args, launch, worker.role());
-  Task task;
-  bool is_running = true;
-  while (is_running && tasks.next(worker, &task)) {
-    worker.begin_task(task);
-    if constexpr (kIsGemm)
-      is_running = run_gemm<S>(args, worker, task);
-    else
-      is_running = run_tile<S>(args, worker, task);
-  }
-}
-
 }  // namespace mok
-
-// A kernel of several stages. With all five of a pass, publish and the shared expert are tasks of it too.
-namespace mok::kernels {
-template <Group kGroup>
-MOK_KERNEL(persistent) {
-  run_tasks<kGroup, kGroup == kWholeForward || kGroup == kWholeBackward>(args, launch, worker);
-}
-}  // namespace mok::kernels
-#define MOK_PERSISTENT_KERNEL(name, ...) template void name<__VA_ARGS__>(const Args&, const Launch&, Worker&);
-
-// kGroup 0: the stage is not cut into windows.
-#define MOK_GEMM_KERNEL(name, S, kGroup)         \
-  MOK_KERNEL(name) {                             \
-    if constexpr ((kGroup) != 0)                 \
-      run_tasks<(kGroup)>(args, launch, worker); \
-    else                                         \
-      run_single<S, true>(args, launch, worker); \
-  }

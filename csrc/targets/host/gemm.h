@@ -4,22 +4,11 @@
 
 #include <vector>
 
-#include "stages/grouped_dgrad.h"
-#include "stages/grouped_gemm.h"
-#include "stages/wgrad.h"
+#include "stages/product.h"
 #include "targets/host/gemm_kernel.h"
 #include "targets/host/worker.h"
 
 namespace mok::host {
-
-// All 32 columns of an epilogue call are in one lane here.
-struct OneLane {
-  static constexpr int kNum = 32;
-  int32 column(int32 i) const { return i; }
-  bool is_first() const { return true; }
-  uint32 max(uint32 value) const { return value; }
-  float sum(const float (&values)[kNum]) const { return sum_of_columns(values); }
-};
 
 struct GemmScratch {
   std::vector<float> accumulators, a_panel, b_panel;
@@ -35,127 +24,94 @@ GemmScratch& gemm_scratch();
 
 // Time and rows of one plane. A stage that lives in the epilogue gets its share, so that tables show it in every plan.
 // Rows are counted with one plane of a tile, and with one column tile of a row block.
-struct PlaneStages {
-  Stage element, store;
-  bool counts_rows;
-};
-inline void count_plane(Worker& worker, const Task& task, const GemmTile& tile, const PlaneStages& stages, Stage own,
-                        long long begin, long long element_end, long long store_end) {
-  worker.stats(stages.element).busy_ns += element_end - begin;
-  worker.stats(stages.store).busy_ns += store_end - element_end;
-  const int64 rows = task.part == 0 && stages.counts_rows ? tile.num_rows : 0;
+template <class S>
+void count_plane(const Call& call, Worker& worker, const Task& task, const GemmTile& tile, Plane plane, bool is_first,
+                 long long begin, long long element_end, long long store_end) {
+  const Stage element = S::element_stage(call, plane), store = S::store_stage(call);
+  worker.stats(element).busy_ns += element_end - begin;
+  worker.stats(store).busy_ns += store_end - element_end;
+  const int64 rows = task.part == 0 && is_first ? tile.num_rows : 0;
   const int64 bytes = int64{tile.num_rows} * tile.num_cols * static_cast<int64>(sizeof(bf16));
-  if (stages.element != own) worker.count(stages.element, Cost{rows, bytes, 0});
-  if (stages.store != own) worker.count(stages.store, Cost{rows, bytes, 0});
+  if (element != S::kStage) worker.count(element, Cost{rows, bytes, 0});
+  if (store != S::kStage) worker.count(store, Cost{rows, bytes, 0});
 }
 
-// Accumulators -> BF16 tile of a plane -> where it belongs. `element(row, col, out)` does 32 columns.
-template <class S, class Element>
-void store_plane(const Call& call, Worker& worker, const Task& task, const GemmTile& tile, bf16* rows,
-                 const PlaneStages& stages, Element&& element) {
-  GemmScratch& scratch = gemm_scratch();
-  scratch.tile.resize(static_cast<std::size_t>(call.shape.row_block()) * S::kTileCols);
-  const long long begin = now_ns();
+inline MatrixView view_of(const Call& call, const Operand& operand, Major major) {
+  const MatrixInMemory matrix = matrix_in_memory(call, operand.matrix);
+  return {matrix.base + operand.row * matrix.width + operand.col, matrix.width, major == Major::mn};
+}
+
+// Sums, from zero or from where S says.
+template <class S>
+void multiply_tile(const Call& call, const Task& task, const GemmTile& tile, GemmScratch& scratch) {
+  const std::size_t rows = static_cast<std::size_t>(S::tile_rows(call)), cols = S::kNumAccumulators * S::kTileCols;
+  float* acc = scratch.start(rows, cols);
+  if constexpr (S::kHasSums) {
+    const std::size_t pitch = static_cast<std::size_t>(S::start_pitch(tile));
+    if (const float* from = S::start(call, task))
+      for (std::size_t row = 0; row < rows; ++row)
+        std::memcpy(acc + row * cols, from + row * pitch, pitch * sizeof(float));
+  }
+  for (int product = 0; product < S::kNumProducts; ++product) {
+    const Operands operands = S::operands(call, task, tile, product);
+    const MatrixView b[2] = {view_of(call, operands.b[0], S::kMajorB), view_of(call, operands.b[1], S::kMajorB)};
+    multiply(tile.num_rows, tile.num_cols, S::kNumAccumulators, S::kTileCols, tile.num_k / S::kNumProducts,
+             view_of(call, operands.a, S::kMajorA), b, acc, scratch.a_panel, scratch.b_panel);
+  }
+}
+
+// Accumulators -> BF16 tile of a plane.
+template <class S>
+void make_plane(const Call& call, const Task& task, const GemmTile& tile, Plane plane, GemmScratch& scratch) {
+  scratch.tile.resize(static_cast<std::size_t>(S::tile_rows(call)) * S::kTileCols);
   for (int row = 0; row < tile.num_rows; ++row) {
     for (int col = 0; col < tile.num_cols; col += OneLane::kNum) {
+      bf16 rounded[2][OneLane::kNum];
+      float acc[2][OneLane::kNum] = {};
+      for (int i = 0; i < S::kNumAccumulators; ++i) {
+        const float* from = scratch.accumulators.data() + (row * S::kNumAccumulators + i) * S::kTileCols + col;
+        for (int j = 0; j < OneLane::kNum; ++j) rounded[i][j] = to_bf16(from[j]);
+        for (int j = 0; j < OneLane::kNum; ++j) acc[i][j] = to_float(rounded[i][j]);
+      }
       bf16 out[OneLane::kNum];
-      element(row, col, out);
-      std::memcpy(static_cast<void*>(scratch.tile.data() + row * S::kTileCols + col), out, sizeof(out));
+      const int32 accumulator = S::plane_accumulator(plane);
+      if (accumulator < 0) S::element(call, task, plane, row, col, acc[0], acc[1], OneLane{}, out);
+      std::memcpy(static_cast<void*>(scratch.tile.data() + row * S::kTileCols + col),
+                  accumulator < 0 ? out : rounded[accumulator], sizeof(out));
     }
   }
-  const long long element_end = now_ns();
-  S::store(call, worker, task, rows,
-           TilePart{0, call.shape.row_block(), 0, tile.num_cols, scratch.tile.data(), S::kTileCols});
-  count_plane(worker, task, tile, stages, S::kStage, begin, element_end, now_ns());
 }
 
-// gate_up, down and the shared expert's.
+// A tile of any product.
 template <class S>
 void gemm_tile(const Call& call, Worker& worker, const Task& task) {
-  constexpr int kAccCols = S::kNumAccumulators * S::kTileCols;
   const long long begin = now_ns();
   const GemmTile tile = S::decode(call, task);
-  const Operands operands = S::operands(call, task, tile);
-  const int64 k = tile.num_k;
-  const MatrixView a{matrix_base(call, operands.a) + operands.a_row * k, k, false};
-  const MatrixView b[2] = {{matrix_base(call, operands.b[0]) + operands.b_row * k, k, false},
-                           {matrix_base(call, operands.b[1]) + operands.b_row * k, k, false}};
   GemmScratch& scratch = gemm_scratch();
-  float* acc = scratch.start(static_cast<std::size_t>(call.shape.row_block()), kAccCols);
-  multiply(tile.num_rows, tile.num_cols, S::kNumAccumulators, S::kTileCols, k, a, b, acc, scratch.a_panel,
-           scratch.b_panel);
+  multiply_tile<S>(call, task, tile, scratch);
   worker.stats(S::kStage).busy_ns += now_ns() - begin;
 
-  PlaneList planes = S::planes(call, task);
-  while (!planes.is_empty()) {
+  bool is_first = true;
+  for (PlaneList planes = S::planes(call, task); !planes.is_empty(); is_first = false) {
     const Plane plane = planes.pop();
-    const PlaneStages stages{S::kStage == Stage::gate_up && plane == Plane::hidden ? Stage::swiglu : S::kStage,
-                             S::kStage == Stage::down && is_combine_in_down(call) ? Stage::combine : S::kStage, true};
-    store_plane<S>(call, worker, task, tile, S::plane_rows(call, task, plane), stages,
-                   [&](int row, int col, bf16(&out)[OneLane::kNum]) {
-                     float acc0[OneLane::kNum], acc1[OneLane::kNum] = {};
-                     const float* from = acc + int64{row} * kAccCols + col;
-                     std::memcpy(acc0, from, sizeof(acc0));
-                     if constexpr (S::kNumAccumulators == 2) std::memcpy(acc1, from + S::kTileCols, sizeof(acc1));
-                     S::element(call, plane, acc0, acc1, OneLane{}, out);
-                   });
-  }
-}
-
-// The dgrads: one accumulator, one or two products, weights with k as their rows.
-template <class S>
-void dgrad_tile(const Call& call, Worker& worker, const Task& task) {
-  const long long begin = now_ns();
-  const GemmTile tile = S::decode(call, task);
-  GemmScratch& scratch = gemm_scratch();
-  float* acc = scratch.start(static_cast<std::size_t>(call.shape.row_block()), S::kTileCols);
-  for (int product = 0; product < S::kNumProducts; ++product) {
-    const DgradOperands operands = S::operands(call, task, tile, product);
-    const MatrixView b[2] = {{operands.b, operands.b_pitch, true}, {}};
-    multiply(tile.num_rows, tile.num_cols, 1, S::kTileCols, tile.num_k, {operands.a, operands.a_pitch, false}, b, acc,
-             scratch.a_panel, scratch.b_panel);
-  }
-  worker.stats(S::kStage).busy_ns += now_ns() - begin;
-
-  for (int i = 0; i < S::num_planes(call); ++i) {
-    const DgradPlane plane = S::plane(call, i);
-    const bool is_swiglu = S::kStage == Stage::down_dgrad && S::is_swiglu_backward_here(call);
-    const bool is_pushed = S::kStage == Stage::gate_up_dgrad && is_reverse_dispatch_in_gate_up_dgrad(call);
-    const PlaneStages stages{is_swiglu ? Stage::swiglu_backward : S::kStage,
-                             is_pushed ? Stage::reverse_dispatch : S::kStage, i == 0};
-    store_plane<S>(call, worker, task, tile, S::plane_rows(call, task, plane), stages,
-                   [&](int row, int col, bf16(&out)[OneLane::kNum]) {
-                     float sums[OneLane::kNum];
-                     std::memcpy(sums, acc + int64{row} * S::kTileCols + col, sizeof(sums));
-                     S::element(call, task, plane, row, tile.first_col + col, sums, OneLane{}, out);
-                   });
-  }
-}
-
-// A tile of a weight gradient: sums over rows, from zero or from where the macrobatch before stopped.
-template <class S>
-void wgrad_tile(const Call& call, Worker& worker, const Task& task) {
-  const long long begin = now_ns();
-  const WgradTile tile = S::decode(call, task);
-  GemmScratch& scratch = gemm_scratch();
-  float* acc = scratch.start(kWgradRows, kWgradCols);
-  constexpr std::size_t kTileBytes = std::size_t{kWgradRows} * kWgradCols * sizeof(float);
-  if (const float* carry = S::carry_in(call, task)) std::memcpy(acc, carry, kTileBytes);
-  const MatrixView b[2] = {{tile.b, tile.b_pitch, true}, {}};
-  multiply(tile.num_rows, tile.num_cols, 1, kWgradCols, task.num_rows, {tile.a, tile.a_pitch, true}, b, acc,
-           scratch.a_panel, scratch.b_panel);
-  if (float* carry = S::carry_out(call, task)) {
-    std::memcpy(carry, acc, kTileBytes);
-  } else {
-    for (int row = 0; row < tile.num_rows; ++row) {
-      for (int col = 0; col < tile.num_cols; col += OneLane::kNum) {
-        float sums[OneLane::kNum];
-        std::memcpy(sums, acc + int64{row} * kWgradCols + col, sizeof(sums));
-        S::element(call, task, tile, row, col, sums, OneLane{});
+    const long long plane_begin = now_ns();
+    long long element_end = plane_begin;
+    if constexpr (S::kHasSums) {
+      for (int row = 0; row < tile.num_rows; ++row) {
+        for (int col = 0; col < tile.num_cols; col += OneLane::kNum) {
+          float sums[OneLane::kNum];
+          std::memcpy(sums, scratch.accumulators.data() + row * S::kTileCols + col, sizeof(sums));
+          S::store_sums(call, task, plane, row, col, sums, OneLane{});
+        }
       }
+    } else {
+      make_plane<S>(call, task, tile, plane, scratch);
+      element_end = now_ns();
+      S::store(call, worker, task, S::plane_rows(call, task, plane),
+               TilePart{0, call.shape.row_block(), 0, tile.num_cols, scratch.tile.data(), S::kTileCols});
     }
+    count_plane<S>(call, worker, task, tile, plane, is_first, plane_begin, element_end, now_ns());
   }
-  worker.stats(S::kStage).busy_ns += now_ns() - begin;
 }
 
 }  // namespace mok::host

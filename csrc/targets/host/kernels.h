@@ -5,7 +5,13 @@
 
 namespace mok::host {
 
-// null: there is no such kernel.
+// null: there is no such kernel. `stage` tells those apart that are not windowed (group 0).
 Kernel find_kernel(Group group, Stage stage);
 
 }  // namespace mok::host
+
+namespace mok::kernels {
+
+host::Kernel persistent_kernel(Group group);  // of several stages; null: no plan has them together
+
+}  // namespace mok::kernels

@@ -7,11 +7,11 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <map>
 
 #include "targets/host/gemm.h"
 #include "targets/host/kernels.h"
-#include "targets/host/swapped.h"
 #include "targets/host/workspace.h"
 
 namespace nb = nanobind;
@@ -20,11 +20,11 @@ using namespace nb::literals;
 namespace mok::host {
 void bind_cuda(nb::module_& m);
 void bind_mxfp8(nb::module_& m);
+void bind_roster(nb::module_& m);
 void bind_explore(nb::module_& m);
 // Only where stage code is compiled for the happens-before checker.
 void start_happens_before();
 std::vector<std::string> happens_before_races(long long* num_races, long long* num_accesses, long long* num_releases);
-void bind_mxfp8(nb::module_& m);
 }  // namespace mok::host
 
 namespace mok::kernels {
@@ -316,9 +316,9 @@ void bind_program(nb::module_& m) {
             spec.launch.has_prologue = has_prologue;
             spec.launch.is_last_group = is_last_group;
             spec.launch.launch_idx = static_cast<int32>(self.launches.size());
-            spec.kernel =
-                swapped.is_none() ? find_kernel(group, spec.launch.stage) : find_swapped_kernel(stage_by_name(stage));
-            if (!spec.kernel) throw nb::value_error(("the host target has no kernel '" + name + "'").c_str());
+            spec.kernel = find_kernel(group, spec.launch.stage);
+            if (!spec.kernel || (!swapped.is_none() && count_of(group) > 1))
+              throw nb::value_error(("the host target has no kernel '" + name + "'").c_str());
             spec.is_join = is_join;
             spec.stream = stream;
             spec.num_workers = num_workers;
@@ -371,6 +371,9 @@ std::vector<std::tuple<int, int, int, int, int>> ring_table(const Shape& shape, 
 
 NB_MODULE(_host, m) {
   m.doc() = "The host target: stage code compiled for the CPU, run by fibers or threads.";
+  // torch frees no Python object of an autograd graph while the interpreter shuts down, so a graph that is alive at exit,
+  // as a global or in the frames of a traceback, keeps its workspace. That is no leak: nanobind's check is for our tests.
+  nb::set_leak_warnings(std::getenv("MOK_LEAK_WARNINGS") != nullptr);
   bind_shape(m);
   nb::class_<Workspace>(m, "Workspace")
       .def(nb::init<int>(), "num_ranks"_a)
@@ -403,6 +406,7 @@ NB_MODULE(_host, m) {
   bind_program(m);
   bind_cuda(m);
   bind_mxfp8(m);
+  bind_roster(m);
   bind_explore(m);
   m.def("run", &run, "workspace"_a, "programs"_a, "order"_a, "seed"_a, "use_threads"_a, "timeout_s"_a,
         "start_timeout_s"_a, "lost_signals"_a = std::vector<std::tuple<std::string, int, int, long long>>{},
@@ -414,17 +418,6 @@ NB_MODULE(_host, m) {
         "blocks that the macrobatch has in the slot).");
   m.def("worst_case_rows", &worst_case_rows, "num_routes"_a, "num_local_experts"_a, "row_block"_a);
   m.def("num_counts", [] { return static_cast<int>(kNumCounts); });
-  m.def("stage_names", [] {
-    std::vector<std::string> names;
-    for (int i = 0; i < kNumStages; ++i) names.push_back(stage_name(static_cast<Stage>(i)));
-    return names;
-  });
-  m.def("cross_rank_edges", [] {
-    std::vector<std::string> names;
-    for (int i = 0; i < kNumEdges; ++i)
-      if (is_cross_rank(static_cast<Edge>(i))) names.push_back(edge_name(static_cast<Edge>(i)));
-    return names;
-  });
 #ifdef MOK_CHECKED
   m.def("start_happens_before", &start_happens_before);
   m.def("happens_before_races", [] {
@@ -433,11 +426,6 @@ NB_MODULE(_host, m) {
     return std::make_tuple(races, num_races, num_accesses, num_releases);
   });
 #endif
-  m.def("edge_names", [] {
-    std::vector<std::string> names;
-    for (int i = 0; i < kNumEdges; ++i) names.push_back(edge_name(static_cast<Edge>(i)));
-    return names;
-  });
   m.def("build_info", [] {
     std::map<std::string, std::string> info;
     info["compiler"] = MOK_COMPILER;

@@ -185,6 +185,7 @@ Worker Runtime::make_worker(const LaunchSpec& spec, int rank, int index) {
   Worker worker(*this, rank, index, total_workers(spec), role);
   worker.kernel_ = spec.name;
   worker.task_.stage = spec.launch.stage;
+  worker.is_swapped_ = spec.swapped != nullptr;
   worker.is_traced_ = options_.is_traced;
   worker.launch_idx_ = spec.launch.launch_idx;
   worker.steps_ = options_.trace_begin;

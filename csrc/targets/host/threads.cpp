@@ -77,7 +77,7 @@ class ThreadRuntime final : public Runtime {
   }
   // What only a late rank can delay may take start_timeout_s; the rest is this call's own progress.
   long long limit_ns(const Wait& wait) const {
-    const bool is_start = wait.edge == Edge::input_ready || wait.edge == Edge::topk_ready || wait.edge == Edge::entered;
+    const bool is_start = is_start_edge(wait.edge);
     const double limit_s = is_start ? options_.start_timeout_s : options_.timeout_s;
     return limit_s > 0 ? static_cast<long long>(limit_s * 1e9) : (1ll << 62);
   }

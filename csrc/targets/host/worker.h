@@ -88,9 +88,11 @@ class Worker {
   void end_wait(const Wait& wait);
   void fail(const Args& args, const Wait& wait);  // the peer makes another call
   bool may_publish(Edge edge, int64 index, int32 dst_rank);
-  // Python checks both here: ids before the call, counts after it.
-  // The launch's own function in place of tiles; false: it failed, and the call was aborted.
+  // The launch has a function of the caller's in place of tiles. call_out runs it; false: it failed, and the call was
+  // aborted.
+  bool is_swapped() const { return is_swapped_; }
   bool call_out(const Args& args);
+  // Python checks both: ids before the call, counts after it.
   void report_invalid_id(const Args&) {}
   void report_overflow(const Args&, int64 /*want*/) {}
   void report_abort(const Args&) {}  // the run's result says it
@@ -129,7 +131,7 @@ class Worker {
   Task task_;
   long long wait_started_ns_ = 0;
   StageStats stats_[kNumStages];
-  bool is_traced_ = false;
+  bool is_swapped_ = false, is_traced_ = false;
   int launch_idx_ = 0;
   long long steps_ = 0;      // logical time of a fiber
   long long last_mark_ = 0;  // where the interval at hand begins

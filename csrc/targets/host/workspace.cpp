@@ -4,6 +4,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "protocol/edge_table.h"
 #include "targets/host/runtime.h"
 
 namespace mok::host {
@@ -111,9 +112,6 @@ void Workspace::reset() {
 }
 
 void Workspace::satisfy(uint32 fingerprint, CallKind kind) {
-  constexpr Edge kCounters[] = {Edge::x_ready,   Edge::gate_up_ready,       Edge::hidden_ready,    Edge::y_ready,
-                                Edge::slot_free, Edge::shared_hidden_ready, Edge::shared_ready,    Edge::published,
-                                Edge::d_y_ready, Edge::d_hidden_ready,      Edge::d_gate_up_ready, Edge::d_x_ready};
   for (int rank = 0; rank < num_ranks_; ++rank) {
     Call call;
     call.shape = shape_;
@@ -124,7 +122,11 @@ void Workspace::satisfy(uint32 fingerprint, CallKind kind) {
     std::copy_n(call.regions + rank * kNumRegions, kNumRegions, call.own);
     call.place_counters();
     const Args args(call);
-    for (const Edge edge : kCounters) std::fill_n(args.counter(edge, 0), num_counters(edge, shape_), kPlenty);
+    for (int i = 0; i < kNumEdges; ++i) {
+      const Edge edge = static_cast<Edge>(i);
+      if (!is_cross_rank(edge) && !is_schedule_edge(edge) && users_of(edge).readers)
+        std::fill_n(args.counter(edge, 0), num_counters(row_of(edge), shape_), kPlenty);
+    }
     for (int src = 0; src < num_ranks_; ++src) {
       *args.word(Edge::entered, args.order, src, rank) = entered_word(args);
       *args.word(Edge::input_ready, args.call_epoch, src, rank) = args.call_epoch;

@@ -15,8 +15,8 @@
 // left out: 2-CTA clusters with multicast, L2 hints, a lag between the groups (docs/experiments/sm90-deferred-stores.md).
 #pragma once
 
-#include "targets/sm90/shared.h"
-#include "targets/sm90/stage_set.h"
+#include "targets/cuda/gemm/stage_set.h"
+#include "targets/sm90/arch.h"
 #include "targets/sm90/wgmma.h"
 
 namespace mok::sm90 {
@@ -32,18 +32,29 @@ struct ElementWorker {
 // The four lanes of a quad hold 32 columns of a row: value i of a lane is column 8 * (i / 2) + 2 * (lane % 4) + i % 2.
 struct QuadLanes {
   static constexpr int kNum = 8;
+  bool has_row = true;
   MOK_DEVICE int32 column(int32 i) const { return 8 * (i / 2) + 2 * (static_cast<int32>(lane_idx()) % 4) + i % 2; }
-  // Of all four; the whole warp calls.
+  MOK_DEVICE bool is_first() const { return has_row && lane_idx() % 4 == 0; }
+  // Over all four; the whole warp calls.
   MOK_DEVICE uint32 max(uint32 value) const {
     value = max_of(value, __shfl_xor_sync(0xffffffffu, value, 1));
     return max_of(value, __shfl_xor_sync(0xffffffffu, value, 2));
+  }
+  MOK_DEVICE float sum(const float (&values)[kNum]) const {  // in the tree of sum_of_columns
+    const float quad =
+        ((values[0] + values[1]) + (values[2] + values[3])) + ((values[4] + values[5]) + (values[6] + values[7]));
+    const float half = quad + __shfl_xor_sync(0xffffffffu, quad, 1);
+    return half + __shfl_xor_sync(0xffffffffu, half, 2);
   }
 };
 
 template <class Stages>
 class Consumer {
+  static_assert(!Stages::kHasSums, "no FP32 stores and no carry to start from on this generation");
+  static constexpr Major kMajorB = Stages::kMajorB;
+
  public:
-  MOK_DEVICE Consumer(Shared& shared, uint32 group)
+  MOK_DEVICE Consumer(Shared<Arch>& shared, uint32 group)
       : shared_(shared), group_(group), warp_(threadIdx.x / 32 % 4), is_first_lane_(lane_idx() == 0) {
     if (group == 1) give_turn();  // group 0 begins
   }
@@ -63,7 +74,7 @@ class Consumer {
       }
       const bool is_end = has_task && state == kNoMoreTasks;
       if (is_end && !is_pending_) return;
-      const int32 num_blocks = tile.num_k / kBlockK;
+      const int32 num_blocks = tile.num_k / Arch::kBlockK;
       const bool is_padding = task.num_rows <= static_cast<int32>(group_) * 64;
       // Stores without products in front of them: one place for both, since their code is long.
       const bool is_element = has_task && Stages::is_swiglu(task.stage);
@@ -90,19 +101,24 @@ class Consumer {
       if (has_task) state = read_message<true>(shared_, slot_, &task, &tile);
       finish(is_padding);
       MOK_TRACED(if (threadIdx.x == kTracedThread) shared_.timeline.end(tile_slot_);)
-      if (stored_task_.num_rows < kTileRows) clear_padding();
+      if (stored_task_.num_rows < Arch::kTileRows) clear_padding();
       is_pending_ = true;
     }
   }
 
  private:
-  // Of all planes of a tile. Two products of a kernel may differ in their planes, so steps belong to one kind or the other.
+  // Of all planes of a tile. Two products of a kernel may differ in their planes, so steps belong to one epilogue.
   template <class S>
   static constexpr int32 kStepsOf = S::kTileCols / 32 * S::kMaxPlanes;
-  static constexpr int32 kGateUpSteps = Stages::kHasGateUp ? kStepsOf<GateUp> : 0;
-  static constexpr int32 kDownSteps = Stages::kHasDown ? kStepsOf<Down> : 0;
-  static constexpr int32 kSteps = kGateUpSteps > kDownSteps ? kGateUpSteps : kDownSteps;
-  static constexpr uint32 kTurn = 1;  // named barriers 1 and 2: whose turn it is to issue products (3: communicator.h)
+  template <class... S>
+  static constexpr int32 most_steps(TypeList<S...>) {
+    int32 most = 0;
+    ((most = kStepsOf<S> > most ? kStepsOf<S> : most), ...);
+    return most;
+  }
+  static constexpr int32 kSteps = most_steps(typename Stages::Epilogues());
+  static constexpr uint32 kTurn =
+      1;  // named barriers 1 and 2: whose turn it is to issue products (3: cuda/gemm/communicator.h)
 
   MOK_DEVICE void take_turn() const { named_sync(kTurn + group_, 256); }
   MOK_DEVICE void give_turn() const { named_arrive(kTurn + (group_ ^ 1), 256); }
@@ -155,13 +171,17 @@ class Consumer {
   }
   MOK_DEVICE void issue(int32 block) {
     mbarrier_wait(smem_address(&shared_.full[stage_.slot]), stage_.phase);
-    const uint64 a =
-        wgmma_descriptor(smem_address(shared_.a[0]) + group_ * (kABytes / 2)) + stage_.slot * (kABytes >> 4);
-    const uint64 b = wgmma_descriptor(smem_address(shared_.b[0])) + stage_.slot * (kBBytes >> 4);
+    const uint64 a = wgmma_descriptor(smem_address(shared_.operands.a[0]) + group_ * (Arch::kABytes / 2)) +
+                     stage_.slot * (Arch::kABytes >> 4);
+    const uint32 b_tile = smem_address(shared_.operands.b[0]);
+    const uint64 b = (kMajorB == Major::k ? wgmma_descriptor(b_tile) : wgmma_descriptor_mn(b_tile)) +
+                     stage_.slot * (Arch::kBBytes >> 4);
     take_turn();
     wgmma_fence();
     MOK_UNROLL
-    for (int32 i = 0; i < 4; ++i) wgmma_n256(acc_, a + 2 * i, b + 2 * i, i == 0 ? static_cast<uint32>(block != 0) : 1u);
+    for (int32 i = 0; i < 4; ++i)
+      wgmma_n256<kMajorB>(acc_, a + kWgmmaStep<Major::k> * i, b + kWgmmaStep<kMajorB> * i,
+                          i == 0 ? static_cast<uint32>(block != 0) : 1u);
     wgmma_commit();
     give_turn();
   }
@@ -175,7 +195,7 @@ class Consumer {
   MOK_DEVICE void finish(bool is_padding) {
     wgmma_wait<0>();
     wgmma_fence_accumulators(acc_);
-    if (!is_padding) release((stage_.slot + kNumStages - 1) % kNumStages);
+    if (!is_padding) release((stage_.slot + Arch::kOperandSlots - 1) % Arch::kOperandSlots);
     MOK_UNROLL
     for (int32 i = 0; i < 64; ++i) words_[i] = pack(to_bf16(acc_[2 * i]), to_bf16(acc_[2 * i + 1]));
   }
@@ -202,7 +222,7 @@ class Consumer {
     Stages::visit(stored_task_.stage, [&](auto s) {
       using S = decltype(s);
       const PlaneList list = state == kReady ? S::planes(call, stored_task_) : PlaneList{};
-      is_gate_up_stored_ = S::kIsGateUp;
+      epilogue_ = Stages::Epilogues::template place<typename S::Epilogue>();
       MOK_UNROLL
       for (int32 i = 0; i < S::kMaxPlanes; ++i) planes_ |= static_cast<uint32>(list.has(S::plane_at(i))) << i;
     });
@@ -215,7 +235,7 @@ class Consumer {
         using S = decltype(s);
         bf16* rows = S::plane_rows(call, stored_task_, S::plane_at(idx));
         bf16* row = S::row_address(call, stored_task_, rows, first_row() + lane);
-        shared_.rows[group_ * 4 + warp_][lane] = row ? row + stored_task_.part * S::kTileCols : nullptr;
+        shared_.scratch.rows[group_ * 4 + warp_][lane] = row ? row + stored_task_.part * S::kTileCols : nullptr;
       });
     }
     __syncwarp();
@@ -232,11 +252,9 @@ class Consumer {
   }
   // 32 columns of one plane into shared memory; every second step sends 64 columns of this warp's 16 rows on their way.
   MOK_DEVICE void store_step(const Call& call, int32 step) {
-    if (Stages::kHasGateUp && (!Stages::kHasDown || is_gate_up_stored_)) {
-      if (step < kGateUpSteps) store_step_of<GateUp>(call, step);
-    } else if (Stages::kHasDown && step < kDownSteps) {
-      store_step_of<Down>(call, step);
-    }
+    Stages::Epilogues::visit(epilogue_, [&](auto s) {
+      if (step < kStepsOf<decltype(s)>) store_step_of<decltype(s)>(call, step);
+    });
   }
   template <class S>
   MOK_DEVICE void store_step_of(const Call& call, int32 step) {
@@ -253,7 +271,7 @@ class Consumer {
   MOK_DEVICE void round_columns(const Call& call, Plane plane, int32 col32) {
     constexpr int32 kUpWords = S::kNumAccumulators == 2 ? 32 : 0;  // up stands behind gate
     const uint32 lane = lane_idx();
-    const uint32 write = smem_address(staging()) + lane % 8 * (kStagingPitch * sizeof(bf16)) + lane / 8 * 16;
+    const uint32 write = smem_address(staging()) + lane % 8 * (Arch::kStagingPitch * sizeof(bf16)) + lane / 8 * 16;
     const int32 accumulator = S::plane_accumulator(plane);
     MOK_UNROLL
     for (int32 h = 0; h < 2; ++h) {  // a lane holds rows lane / 4 and lane / 4 + 8
@@ -270,23 +288,35 @@ class Consumer {
           acc0[i] = half_of(words_[first + i / 2 * 2], i % 2);
           acc1[i] = half_of(words_[first + i / 2 * 2 + kUpWords], i % 2);
         }
-        S::rounded_element(call, plane, acc0, acc1, QuadLanes{}, values);
+        if constexpr (S::kElementReadsRows) {
+          // It is called for columns and rows that exist; padding rows become zeros.
+          const int32 row = first_row() + static_cast<int32>(lane) / 4 + h * 8;
+          const bool has_row = row < stored_task_.num_rows;
+          if (col32 < stored_num_cols_)
+            S::element(call, stored_task_, plane, min_of(row, stored_task_.num_rows - 1), col32, acc0, acc1,
+                       QuadLanes{has_row}, values);
+          MOK_UNROLL
+          for (int32 i = 0; i < QuadLanes::kNum; ++i)
+            if (!has_row) values[i] = bf16{0};
+        } else {
+          S::element(call, stored_task_, plane, first_row(), col32, acc0, acc1, QuadLanes{}, values);
+        }
         MOK_UNROLL
         for (int32 i = 0; i < 4; ++i) out[i] = pack(values[2 * i], values[2 * i + 1]);
       }
-      stmatrix_x4(write + h * 8 * kStagingPitch * sizeof(bf16) + col32 % 64 * sizeof(bf16), out);
+      stmatrix_x4(write + h * 8 * Arch::kStagingPitch * sizeof(bf16) + col32 % 64 * sizeof(bf16), out);
     }
   }
   // 64 columns: eight lanes take a row of 128 bytes.
   MOK_DEVICE void send_columns(int32 first_col) {
     __syncwarp();
     const int32 lane = static_cast<int32>(lane_idx()), column = lane % 8 * 8;
-    bf16* const* rows = shared_.rows[group_ * 4 + warp_] + lane / 8;
-    const bf16* from = staging() + lane / 8 * kStagingPitch + column;
+    bf16* const* rows = shared_.scratch.rows[group_ * 4 + warp_] + lane / 8;
+    const bf16* from = staging() + lane / 8 * Arch::kStagingPitch + column;
     MOK_UNROLL
     for (int32 i = 0; i < 4; ++i) {
       bf16* to = rows[4 * i];
-      const bf16x8 word = *reinterpret_cast<const bf16x8*>(from + 4 * i * kStagingPitch);
+      const bf16x8 word = *reinterpret_cast<const bf16x8*>(from + 4 * i * Arch::kStagingPitch);
       if (to) *reinterpret_cast<bf16x8*>(to + first_col + column) = word;
     }
     __syncwarp();
@@ -305,14 +335,14 @@ class Consumer {
     tile_slot_ = (tile_slot_ + 1) % kTileSlots;
     is_pending_ = false;
   }
-  MOK_DEVICE bf16* staging() const { return reinterpret_cast<bf16*>(shared_.staging[group_ * 4 + warp_]); }
+  MOK_DEVICE bf16* staging() const { return reinterpret_cast<bf16*>(shared_.scratch.staging[group_ * 4 + warp_]); }
   MOK_DEVICE static float half_of(uint32 pair, int32 i) { return bits_to_float(i ? pair & 0xffff0000u : pair << 16); }
 
-  Shared& shared_;
+  Shared<Arch>& shared_;
   const uint32 group_, warp_;
   const bool is_first_lane_;
   Position<kTaskSlots> slot_;
-  Position<kNumStages> stage_;
+  Position<Arch::kOperandSlots> stage_;
   uint32 tile_slot_ = 0;
   float acc_[128];
   // The tile before: rounded words (word 2 * (column / 8) + h, gate in the first half, up in the second), not stored yet.
@@ -320,7 +350,8 @@ class Consumer {
   Task stored_task_;
   int32 stored_num_cols_ = 0;
   uint32 planes_ = 0;
-  bool is_pending_ = false, is_gate_up_stored_ = false;
+  int32 epilogue_ = 0;
+  bool is_pending_ = false;
 };
 
 }  // namespace mok::sm90

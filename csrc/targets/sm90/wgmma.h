@@ -1,7 +1,8 @@
-// wgmma for BF16 operands in shared memory, K contiguous, 128-byte swizzle.
+// wgmma for BF16 operands in shared memory, 128-byte swizzle: A with k contiguous, B with k or its columns contiguous.
 #pragma once
 
-#include "targets/sm90/ptx.h"
+#include "stages/matrices.h"
+#include "targets/cuda/gemm/ptx.h"
 
 namespace mok::sm90 {
 
@@ -18,12 +19,22 @@ MOK_DEVICE void wgmma_fence_accumulators(float (&d)[kNum]) {
   for (int i = 0; i < kNum; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Descriptor of a K-major tile: rows of 64 BF16, groups of 8 rows 1024 bytes apart.
+// Descriptor of a K-major tile: rows of 64 BF16 of k, groups of 8 rows 1024 bytes apart.
 MOK_DEVICE uint64 wgmma_descriptor(uint32 smem) {
   return static_cast<uint64>((smem & 0x3ffff) >> 4) | uint64{1} << 16 | uint64{1024 >> 4} << 32 | uint64{1} << 62;
 }
 
-// D[64 x 256] {=, +=} A[64 x 16] * B[256 x 16]^T, operands in shared memory, K contiguous.
+// Of an MN-major one: rows of 64 BF16 of one k, groups of 8 k 1024 bytes apart, the next 64 columns after 64 k.
+MOK_DEVICE uint64 wgmma_descriptor_mn(uint32 smem) {
+  return static_cast<uint64>((smem & 0x3ffff) >> 4) | uint64{8192 >> 4} << 16 | uint64{1024 >> 4} << 32 |
+         uint64{1} << 62;
+}
+// From 16 of k to the next 16, in a descriptor.
+template <Major kMajor>
+constexpr uint64 kWgmmaStep = kMajor == Major::k ? 32 >> 4 : 2 * 1024 >> 4;
+
+// D[64 x 256] {=, +=} A[64 x 16] * B[256 x 16]^T, operands in shared memory.
+template <Major kMajorB>
 MOK_DEVICE void wgmma_n256(float (&d)[128], uint64 desc_a, uint64 desc_b, uint32 accumulate) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
@@ -36,7 +47,7 @@ MOK_DEVICE void wgmma_n256(float (&d)[128], uint64 desc_a, uint64 desc_b, uint32
       "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
       "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
       "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-      "}, %128, %129, p, 1, 1, 0, 0;\n}"
+      "}, %128, %129, p, 1, 1, 0, %131;\n}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
         "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
         "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
@@ -53,7 +64,7 @@ MOK_DEVICE void wgmma_n256(float (&d)[128], uint64 desc_a, uint64 desc_b, uint32
         "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), "+f"(d[112]),
         "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]),
         "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-      : "l"(desc_a), "l"(desc_b), "r"(accumulate));
+      : "l"(desc_a), "l"(desc_b), "r"(accumulate), "n"(kMajorB == Major::mn ? 1 : 0));
 }
 
 }  // namespace mok::sm90

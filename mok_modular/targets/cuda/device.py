@@ -12,20 +12,15 @@ import torch
 
 from mok_modular.protocol.config import MoKConfig
 from mok_modular.protocol.plan import group_mask
+from mok_modular.protocol.roster import roster
 from mok_modular.targets.cuda import nvrtc
+from mok_modular.targets.cuda.arch import Arch, arch_of, describe
 
-ARCH = "sm_90a"
-DEFINE = "MOK_TARGET_SM90"
 SM_WARPS, CTA_WARPS, LINK_WARPS = 24, 8, 2
 """Warps of copy and element kernels: an SM's, a CTA's, and a CTA's where it pulls rows over links. A link's latency is
 hidden by other tasks: there more and smaller CTAs are faster; where all rows are local, slower (docs/hopper.md)."""
-GEMM_THREADS = 384
-GEMM_SMEM_BYTES = 231424
-"""Dynamic shared memory of a GEMM CTA: at least sizeof(Shared) of csrc/targets/sm90/shared.h."""
 
 TRACE_DEFINE = "MOK_TRACE=1"
-
-COPYING = frozenset({"publish", "dispatch", "combine"})
 
 
 def copy_ring_bytes(num_warps: int) -> int:
@@ -36,35 +31,45 @@ def copy_ring_bytes(num_warps: int) -> int:
 def copy_kernel(name: str, num_warps: int = CTA_WARPS) -> nvrtc.Kernel:
     """A kernel of one copy or element stage, with CTAs of so many warps."""
     defines = [f"MOK_CTA_WARPS={num_warps}"]
-    if name in COPYING:
+    if name in roster().communicating:
         defines.append(f"MOK_COPY_RING_BYTES={copy_ring_bytes(num_warps)}")
     return nvrtc.Kernel(f"split/{name}.cu", (f"mok_{name}",), tuple(defines))
 
 
-COPY_KERNELS = {name: copy_kernel(name) for name in ("schedule", "publish", "dispatch", "swiglu", "combine", "reduce")}
-LINK_KERNELS = {"dispatch": copy_kernel("dispatch", LINK_WARPS)}
-"""In place of those of the same name where ranks have GPUs of their own."""
-GEMM_KERNEL = nvrtc.Kernel(
-    "split/grouped_gemm.cu",
-    ("mok_gate_up", "mok_down", "mok_shared_gate_up", "mok_shared_down"),
-    (f"MOK_GEMM_SMEM_BYTES={GEMM_SMEM_BYTES}",),
-)
-ENTRIES: dict[tuple[str, ...], str] = {
-    **{(name,): name for name in COPY_KERNELS},
-    ("gate_up",): "gate_up",
-    ("gate_up", "swiglu"): "gate_up",
-    ("down",): "down",
-    ("down", "combine"): "down",
-    ("shared_gate_up",): "shared_gate_up",
-    ("shared_down",): "shared_down",
-}
-"""The kernel that runs a group of stages: in gate_up+swiglu and down+combine the second lives in the epilogue."""
+PERSISTENT_SOURCE = "fused/persistent.cu"
+
+
+@cache
+def copy_kernels() -> dict[str, nvrtc.Kernel]:
+    """The kernels of the stages of a forward that multiply nothing, by stage."""
+    return {stage.name: copy_kernel(stage.name) for stage in roster().forward if not stage.is_product}
+
+
+@cache
+def link_kernels() -> dict[str, nvrtc.Kernel]:
+    """In place of those of the same name where ranks have GPUs of their own."""
+    return {"dispatch": copy_kernel("dispatch", LINK_WARPS)}
+
+
+@cache
+def gemm_kernel() -> nvrtc.Kernel:
+    """The matrix products of a forward, each alone in its kernel."""
+    products = [stage for stage in roster().forward if stage.is_product]
+    (file,) = {stage.file for stage in products}
+    entries = tuple(f"mok_{stage.name}" for stage in products)
+    return nvrtc.Kernel(f"split/{file}.cu", entries)
+
+
+@cache
+def entries() -> dict[tuple[str, ...], str]:
+    """The kernel that runs a group of stages: its only one, or the one whose epilogue or stores do the other."""
+    alone = {(stage.name,): stage.name for stage in roster().forward}
+    return alone | {(stage.inside, stage.name): stage.inside for stage in roster().forward if stage.inside}
 
 
 def persistent_kernel(mask: int) -> nvrtc.Kernel:
     """The kernel that holds the stages of a group mask, compiled when a plan asks for it."""
-    defines = (f"MOK_GEMM_SMEM_BYTES={GEMM_SMEM_BYTES}", f"MOK_GROUP_MASK={mask}")
-    return nvrtc.Kernel("fused/persistent.cu", ("mok_persistent",), defines)
+    return nvrtc.Kernel(PERSISTENT_SOURCE, ("mok_persistent",), (f"MOK_GROUP_MASK={mask}",))
 
 
 def traced(kernel: nvrtc.Kernel) -> nvrtc.Kernel:
@@ -77,18 +82,30 @@ def kernel_of(stages: tuple[str, ...], is_pull_combine: bool = False) -> str | i
 
     A combine that pulls has tasks of its own, which the kernel of `down` does not know.
     """
-    if stages in ENTRIES and not (is_pull_combine and len(stages) > 1 and "combine" in stages):
-        return ENTRIES[stages]
+    if stages in entries() and not (is_pull_combine and len(stages) > 1 and "combine" in stages):
+        return entries()[stages]
     return group_mask(stages)
 
 
-def check_plan(config: MoKConfig) -> None:
-    """Raises ValueError for what this target does not have."""
+def check_plan(config: MoKConfig, arch: Arch) -> None:
+    """Raises ValueError for what this target does not have on a GPU generation."""
     if config.stages:
         names = ", ".join(sorted(config.stages))
-        raise ValueError(f"stages={{{names}}} is for CPU ranks in this version, {ARCH} does not have it")
-    if config.row_block not in (None, 128):
-        raise ValueError(f"row_block must be 128 on {ARCH}, got {config.row_block}")
+        raise ValueError(f"stages={{{names}}} is for CPU ranks in this version, {arch.name} does not have it")
+    if config.row_block not in (None, arch.row_block):
+        raise ValueError(f"row_block must be {arch.row_block} on {arch.name}, got {config.row_block}")
+
+
+def arch_of_gpu(index: int) -> Arch:
+    """The generation of GPU `index`. Raises RuntimeError where this version has no kernels for it."""
+    properties = torch.cuda.get_device_properties(index)
+    arch = arch_of((properties.major, properties.minor))
+    if arch is None:
+        raise RuntimeError(
+            f"cuda:{index} is {properties.name} (sm_{properties.major}{properties.minor}); this version has "
+            f"kernels for {describe()} only"
+        )
+    return arch
 
 
 @dataclass(frozen=True)
@@ -110,13 +127,8 @@ class Device:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        properties = torch.cuda.get_device_properties(index)
-        if (properties.major, properties.minor) != (9, 0):
-            raise RuntimeError(
-                f"cuda:{index} is {properties.name} (sm_{properties.major}{properties.minor}); this version has "
-                f"kernels for {ARCH} only"
-            )
-        self.num_sms = properties.multi_processor_count
+        self.arch = arch_of_gpu(index)
+        self.num_sms = torch.cuda.get_device_properties(index).multi_processor_count
         with torch.cuda.device(index):
             torch.cuda.current_stream()
             torch.zeros(1, device=f"cuda:{index}")  # the primary context exists from here on
@@ -135,8 +147,7 @@ class Device:
             kernel = traced(persistent_kernel(mask)) if is_traced else persistent_kernel(mask)
             with torch.cuda.device(self.index):
                 self.make_current()
-                cubin = nvrtc.compile_kernel(ARCH, kernel, DEFINE)
-                self._persistent[mask, is_traced] = load_kernel(kernel, cubin)[0]["persistent"]
+                self._persistent[mask, is_traced] = self.load(kernel)["persistent"]
         return self._persistent[mask, is_traced]
 
     def traced_functions(self) -> dict[str, Function]:
@@ -149,15 +160,24 @@ class Device:
 
     def _load(self, is_traced: bool = False) -> dict[str, Function]:
         functions: dict[str, Function] = {}
-        kernels = (*COPY_KERNELS.values(), GEMM_KERNEL)
+        kernels = (*copy_kernels().values(), gemm_kernel())
         for kernel in map(traced, kernels) if is_traced else kernels:
-            functions |= load_kernel(kernel, nvrtc.compile_kernel(ARCH, kernel, DEFINE))[0]
+            functions |= self.load(kernel)
         return functions
 
+    def load(self, kernel: nvrtc.Kernel) -> dict[str, Function]:
+        """The functions of a kernel, compiled and loaded now. The context must be current."""
+        return load_kernel(self.arch, kernel, compile_kernel(self.arch, kernel))[0]
 
-def load_kernel(kernel: nvrtc.Kernel, cubin: nvrtc.Cubin) -> tuple[dict[str, Function], Any]:
+
+def compile_kernel(arch: Arch, kernel: nvrtc.Kernel) -> nvrtc.Cubin:
+    """`kernel` for a GPU generation, from the cache where it is. Raises as nvrtc.compile_kernel does."""
+    return nvrtc.compile_kernel(arch.name, kernel, arch.defines)
+
+
+def load_kernel(arch: Arch, kernel: nvrtc.Kernel, cubin: nvrtc.Cubin) -> tuple[dict[str, Function], Any]:
     """Loads compiled code into the current context: its functions by name, and the CUmodule."""
-    is_gemm = any(define.startswith("MOK_GEMM_SMEM_BYTES") for define in kernel.defines)
+    is_gemm = kernel.source in (gemm_kernel().source, PERSISTENT_SOURCE)
     sizes = [int(define.split("=")[1]) for define in kernel.defines if define.startswith("MOK_CTA_WARPS=")]
     num_warps = sizes[0] if sizes else CTA_WARPS
     functions = {}
@@ -166,9 +186,9 @@ def load_kernel(kernel: nvrtc.Kernel, cubin: nvrtc.Cubin) -> tuple[dict[str, Fun
     for entry in kernel.entries:
         name = entry.removeprefix("mok_")
         handle = check(driver().cuModuleGetFunction(module, entry.encode()))
-        num_smem_bytes = copy_ring_bytes(num_warps) if name in COPYING else 0
+        num_smem_bytes = copy_ring_bytes(num_warps) if name in roster().communicating else 0
         if is_gemm:
-            num_smem_bytes = GEMM_SMEM_BYTES + 1024  # to be aligned
+            num_smem_bytes = arch.gemm_smem_bytes + 1024  # to be aligned
         if num_smem_bytes:
             check(
                 driver().cuFuncSetAttribute(
@@ -178,7 +198,7 @@ def load_kernel(kernel: nvrtc.Kernel, cubin: nvrtc.Cubin) -> tuple[dict[str, Fun
             check(
                 driver().cuFuncSetAttribute(handle, attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
             )
-        num_threads, ctas_per_sm = (GEMM_THREADS, 1) if is_gemm else (32 * num_warps, SM_WARPS // num_warps)
+        num_threads, ctas_per_sm = (arch.gemm_threads, 1) if is_gemm else (32 * num_warps, SM_WARPS // num_warps)
         is_traced = TRACE_DEFINE in kernel.defines
         functions[name] = Function(handle, num_threads, num_smem_bytes, ctas_per_sm, is_gemm, is_traced)
     return functions, module
@@ -190,10 +210,10 @@ def get_device(index: int) -> Device:
     return Device(index)
 
 
-def encode_map(address: int, dims: tuple[int, ...]) -> bytes:
-    """The 128 bytes of a CUtensorMap: BF16, innermost dimension first, boxes of 64 x 64 (x 1), 128-byte swizzle."""
+def encode_map(address: int, dims: tuple[int, ...], operand_box: tuple[int, int]) -> bytes:
+    """The 128 bytes of a CUtensorMap: BF16, innermost dimension first, boxes of an operand, 128-byte swizzle."""
     cu = driver()
-    box = (64, 64, 1)[: len(dims)]
+    box = (*operand_box, 1)[: len(dims)]
     strides = []
     num_bytes = 2
     for dim in dims[:-1]:

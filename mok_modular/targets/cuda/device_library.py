@@ -62,14 +62,14 @@ def find() -> DeviceLibrary:
     return DeviceLibrary(archive, (nvshmem, runtime, cccl), (major, minor, patch))
 
 
-def compile_kernel(arch: str, kernel: nvrtc.Kernel, target_define: str) -> nvrtc.Cubin:
+def compile_kernel(arch: str, kernel: nvrtc.Kernel, target_defines: tuple[str, ...]) -> nvrtc.Cubin:
     """As nvrtc.compile_kernel, with signals that are NVSHMEM operations.
 
     Raises ImportError or FileNotFoundError where a wheel is missing, nvrtc.CompileError where a step fails.
     """
     library = find()
     root = source_dir()
-    options = [*nvrtc.compile_options(arch, (target_define, DEFINE, *kernel.defines)), RELOCATABLE]
+    options = [*nvrtc.compile_options(arch, (*target_defines, DEFINE, *kernel.defines)), RELOCATABLE]
     unit = _signal_unit(arch, library)
     key = [kernel.source, *options, nvjitlink_version(), library.digest(), hashlib.sha256(unit.data).hexdigest()]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mok_modular.protocol.sizes import extension
+from mok_modular.protocol.extension import extension
 from mok_modular.targets.cuda.device import Device, Function, check, driver, encode_map
 
 MAX_LOCAL_RANKS = 8
@@ -25,7 +25,7 @@ MATRICES = (
     "w_shared_up",
     "w_shared_down",
 )
-"""The matrices that a product may read, in the order of `Matrix` in csrc/stages/grouped_gemm.h."""
+"""The matrices that a product may read, in the order of `Matrix` in csrc/stages/matrices.h."""
 
 
 class PackedLaunch:
@@ -111,12 +111,12 @@ class Launcher:
         return [dims[name] if 0 not in dims[name][1] else (0, ()) for name in MATRICES]
 
     def _map(self, address: int, dims: tuple[int, ...]) -> bytes:
-        """A tensor map of a K-contiguous BF16 matrix with boxes of 64 x 64, cached."""
+        """A tensor map of a K-contiguous BF16 matrix, cached."""
         found = self._maps.get((address, dims))
         if found is None:
             if len(self._maps) > 4096:  # outputs and contexts move from call to call
                 self._maps.clear()
-            found = self._maps[address, dims] = encode_map(address, dims)
+            found = self._maps[address, dims] = encode_map(address, dims, self.device.arch.operand_box)
         return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mok_modular.protocol.sizes import extension
+from mok_modular.protocol.extension import extension
 from mok_modular.targets.cuda.device import check, driver
 
 ZEROED = frozenset({"words", "arrivals", "counters", "epochs", "num_tokens"})

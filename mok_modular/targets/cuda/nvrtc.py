@@ -54,13 +54,13 @@ def compile_options(arch: str, defines: tuple[str, ...]) -> list[str]:
     ]
 
 
-def compile_kernel(arch: str, kernel: Kernel, target_define: str) -> Cubin:
+def compile_kernel(arch: str, kernel: Kernel, target_defines: tuple[str, ...]) -> Cubin:
     """The cubin of `kernel` for `arch` (such as "sm_90a"), from the cache where it is.
 
     Raises ImportError where NVRTC is missing, CompileError with its log where it refuses the source.
     """
     root = source_dir()
-    options = compile_options(arch, (target_define, *kernel.defines))
+    options = compile_options(arch, (*target_defines, *kernel.defines))
 
     def build() -> tuple[bytes, str]:
         return compile_source(root, kernel.source, options)

@@ -18,7 +18,7 @@ from mok_modular.protocol.call import Call
 from mok_modular.protocol.config import MoKConfig
 from mok_modular.protocol.diagnosis import culprit
 from mok_modular.protocol.errors import MoKPeerError, MoKTimeoutError
-from mok_modular.protocol.sizes import extension
+from mok_modular.protocol.extension import extension
 from mok_modular.ranks.process_group import ProcessRanks
 from mok_modular.targets.cuda import device as cuda_device
 from mok_modular.targets.cuda import device_library, nvrtc, nvshmem
@@ -90,16 +90,16 @@ class ProcessWorkspace(CudaWorkspace):
         """The kernels of this workspace: the device's, but for what links want otherwise; with `nvshmem` signals others
         in place of those without products. The handshake has no timeline."""
         functions = dict(self.device.traced_functions() if is_traced else self.device.functions)
-        kernels = [*cuda_device.LINK_KERNELS.values()]
+        kernels = [*cuda_device.link_kernels().values()]
         if signals == "nvshmem":
-            kernels = [*(cuda_device.COPY_KERNELS | cuda_device.LINK_KERNELS).values()]
+            kernels = [*(cuda_device.copy_kernels() | cuda_device.link_kernels()).values()]
         for kernel in map(cuda_device.traced, kernels) if is_traced else (*kernels, HANDSHAKE):
             if signals == "direct":
-                cubin = nvrtc.compile_kernel(cuda_device.ARCH, kernel, cuda_device.DEFINE)
-                functions |= cuda_device.load_kernel(kernel, cubin)[0]
+                functions |= self.device.load(kernel)
                 continue
-            cubin = device_library.compile_kernel(cuda_device.ARCH, kernel, cuda_device.DEFINE)
-            loaded, module = cuda_device.load_kernel(kernel, cubin)
+            arch = self.device.arch
+            cubin = device_library.compile_kernel(arch.name, kernel, arch.defines)
+            loaded, module = cuda_device.load_kernel(arch, kernel, cubin)
             self.runtime.init_module(int(module))
             functions |= loaded
         return functions

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from mok_modular.protocol.diagnosis import culprit
 from mok_modular.protocol.errors import MoKTimeoutError
-from mok_modular.protocol.sizes import extension
-from mok_modular.targets.cuda.device import ENTRIES, get_device
+from mok_modular.protocol.extension import extension
+from mok_modular.targets.cuda.arch import ARCHES
+from mok_modular.targets.cuda.device import entries, get_device
 from mok_modular.targets.cuda.launch import Launcher
 from mok_modular.targets.cuda.memory import CudaMemory, open_waits
 from mok_modular.targets.stage_base import StageRun
 
-ROW_BLOCK = 128
 TIMEOUT_S = 10.0
 
 
@@ -26,7 +26,7 @@ class CudaStageRun(Launcher, StageRun):
     A tensor that `launch` gets must be on that GPU. There are no statistics: `launch` returns an empty list a rank.
     """
 
-    row_blocks: tuple[int, ...] = (ROW_BLOCK,)
+    row_blocks: tuple[int, ...] = tuple(sorted({arch.row_block for arch in ARCHES}))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         Launcher.__init__(self)
@@ -61,7 +61,7 @@ class CudaStageRun(Launcher, StageRun):
         """Runs the kernel on all ranks. Raises MoKTimeoutError if the stage waits for something after all."""
         programs = self._programs(tensors, swiglu_limit)
         by_rank = list(tensors) if tensors else [{}] * len(self.ranks)
-        function = self.device.functions[ENTRIES[(self.stage,)]]
+        function = self.device.functions[entries()[(self.stage,)]]
         with torch.cuda.device(self.torch_device):
             arguments = [self._pack_calls(programs, TIMEOUT_S, TIMEOUT_S), extension().pack_launch(programs[0], 0)]
             if function.has_maps:

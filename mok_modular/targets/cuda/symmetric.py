@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mok_modular.protocol.sizes import extension
+from mok_modular.protocol.extension import extension
 from mok_modular.ranks.process_group import ProcessRanks
 from mok_modular.targets.cuda import nvshmem
 from mok_modular.targets.cuda.memory import ZEROED, CudaMemory, copy_to_device

@@ -14,7 +14,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from mok_modular.protocol.sizes import extension
+from mok_modular.protocol.extension import extension
+from mok_modular.protocol.roster import roster
 from mok_modular.protocol.trace import Trace
 
 NUM_RECORDS = 1 << 20
@@ -86,7 +87,7 @@ class TraceBuffer:
 def split_calls(trace: Trace, taken: Tensor, calls: Sequence[TracedCall], num_dropped: int) -> None:
     """Adds the records of several calls to a trace. `taken`: bytes on the CPU, with gaps of zeros."""
     module = extension()
-    edges = [*module.edge_names(), *module.inner_wait_names()]
+    edges = [*roster().edge_names, *module.inner_wait_names()]
     words = taken.view(torch.int32).view(-1, RECORD_BYTES // 4)
     words = words[words[:, _END].any(dim=1)]
     for call in calls:
@@ -99,4 +100,4 @@ def split_calls(trace: Trace, taken: Tensor, calls: Sequence[TracedCall], num_dr
             "num_dropped": num_dropped if call is calls[-1] else 0,
             "trace_end": int(longs[:, 1].max()) if len(own) else 0,
         }
-        trace.add(call.kind, call.launches, result, module.stage_names(), edges)
+        trace.add(call.kind, call.launches, result, roster().stage_names, edges)

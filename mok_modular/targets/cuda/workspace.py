@@ -20,9 +20,9 @@ from mok_modular.protocol.call import Call, launches
 from mok_modular.protocol.config import MoKConfig
 from mok_modular.protocol.diagnosis import culprit, describe_mismatch
 from mok_modular.protocol.errors import MoKPeerError, MoKTimeoutError
-from mok_modular.protocol.sizes import extension
+from mok_modular.protocol.extension import extension
 from mok_modular.protocol.trace import Trace
-from mok_modular.targets.cuda.device import ARCH, Function, check_plan, get_device, kernel_of
+from mok_modular.targets.cuda.device import Function, arch_of_gpu, check_plan, get_device, kernel_of
 from mok_modular.targets.cuda.grid import Share, is_shared, num_ctas
 from mok_modular.targets.cuda.launch import MAX_LOCAL_RANKS, Launcher, PackedLaunch
 from mok_modular.targets.cuda.memory import NOTHING, CudaMemory, open_waits
@@ -50,8 +50,8 @@ class CudaWorkspace(Launcher, SharedWorkspace):
     functions: Mapping[str, Function]
 
     def __init__(self, group: Any, config: MoKConfig, num_local_tokens: int, hidden_size: int, topk: int) -> None:
-        check_plan(config)
         self.torch_device = torch.device(group.device)
+        check_plan(config, arch_of_gpu(self.torch_device.index or 0))
         Launcher.__init__(self)
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a workspace allocates memory, so create it before a CUDA graph is captured")
@@ -169,10 +169,12 @@ class CudaWorkspace(Launcher, SharedWorkspace):
             self._wait_for_last_call(main)  # before counters may be cleared on this stream
             if layout != self.native.layout:
                 try:
-                    check_plan(config)
+                    check_plan(config, self.device.arch)
                     if calls[0].kind not in ("schedule", "forward") or calls[0].is_mxfp8:
                         what = "mxfp8" if calls[0].is_mxfp8 else calls[0].kind
-                        raise ValueError(f"{what} has no kernels on {ARCH} in this version, forward in bf16 has")
+                        raise ValueError(
+                            f"{what} has no kernels on {self.device.arch.name} in this version, forward in bf16 has"
+                        )
                 except ValueError as error:
                     return [copy.copy(error) for _ in calls]
                 steps = self._pack(calls)

@@ -1,49 +1,34 @@
-// The role loops of a GEMM kernel on Hopper, for one GEMM stage of stages/grouped_gemm.h or for several.
+// The role loops of a GEMM kernel, for one product (stages/product.h) or for several, on every GPU generation.
 //
-// One CTA an SM, 384 threads. Warp group 0 (kProducerRegisters): a scheduler thread draws tasks and waits for what
-// they need, a producer thread loads operands by TMA, a publisher thread says that a tile is stored, and where the kernel
-// holds communication too, the fourth warp does that (communicator.h). Warp groups 1 and 2
-// (kConsumerRegisters) multiply (consumer.h): together they own a tile of 128 rows x 256 accumulator columns. Roles meet at
+// One CTA per SM. Warp group 0: a scheduler thread draws tasks and waits for what they need, a producer thread loads
+// operands by TMA, a publisher thread says that a tile is stored, and where the kernel holds communication too, the fourth
+// warp does that (communicator.h). The other warps are the generation's consumers: they multiply and store. Roles meet at
 // mbarriers only, but for the start, where consumers may copy for the communicator. ptxas wants no `trap` in a role (C7512).
 #pragma once
 
 #include "protocol/leave.h"
+#include "targets/cuda/gemm/communicator.h"
+#include "targets/cuda/gemm/stage_set.h"
 #include "targets/cuda/worker.h"
-#include "targets/sm90/communicator.h"
-#include "targets/sm90/consumer.h"
 
-namespace mok::sm90 {
+namespace mok::cuda::gemm {
 
 // A single thread that waits and publishes; the Worker of Tasks and Signals here.
-class RoleWorker {
+class RoleWorker : public WaitingWorker<RoleWorker> {
  public:
-  MOK_DEVICE RoleWorker(int32 launch_idx, int32 num_workers) : num_workers_(num_workers) {
-    waiter_.launch_idx = launch_idx;
-  }
+  MOK_DEVICE RoleWorker(int32 launch_idx, int32 num_workers) : WaitingWorker(launch_idx), num_workers_(num_workers) {}
+  MOK_DEVICE static bool is_leader() { return true; }
   MOK_DEVICE int32 num_workers() const { return num_workers_; }
-  MOK_DEVICE Word draw(Word* counter) { return atomicAdd(counter, Word{1}); }
-  MOK_DEVICE void begin_task(const Task& task) {
-    waiter_.task = task;
-    MOK_TRACED(waiter_.track->next_task(task);)
-  }
-  MOK_DEVICE void begin_wait(const Wait&) { waiter_.begin(); }
-  MOK_DEVICE bool pause(const Args& args, const Wait& wait) { return waiter_.pause(args, wait); }
-  MOK_DEVICE void end_wait([[maybe_unused]] const Wait& wait) { MOK_TRACED(waiter_.track->wait(waiter_.task, wait);) }
-  MOK_TRACED(MOK_DEVICE void trace_to(cuda::Track& track) { waiter_.track = &track; })
-  MOK_DEVICE void fail(const Args& args, const Wait& wait) { waiter_.fail(args, wait); }
-  MOK_DEVICE bool may_publish(Edge, int64, int32) { return true; }
-  SeenRanks seen_inputs, seen_dones;
 
  private:
   const int32 num_workers_;
-  cuda::Waiter waiter_;
 };
 
 // kGroup: what the kernel holds; 0 or a single stage: no communication.
-template <class Stages, Group kGroup>
+template <class Arch, class Stages, Group kGroup>
 class Roles {
  public:
-  MOK_DEVICE Roles(Shared& shared, const CallSet& set, const Launch& launch, const Maps& maps)
+  MOK_DEVICE Roles(Shared<Arch>& shared, const CallSet& set, const Launch& launch, const MapsOf<Stages>& maps)
       : shared_(shared), set_(set), launch_(launch), maps_(maps) {}
 
   MOK_DEVICE void run() {
@@ -51,34 +36,37 @@ class Roles {
       init_barriers();
       if (kHasComm) shared_.is_comm_cta = draw_role();
     }
-    __syncthreads();
+    Arch::begin(shared_);
     const uint32 group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     const uint32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (group == 0) {
-      lower_registers<kProducerRegisters>();
+      lower_registers<Arch::kRoleRegisters>();
       const bool is_comm_cta = kHasComm && shared_.is_comm_cta;
       if (!is_comm_cta && lane_idx() == 0) {
         if (warp == 0) produce();
-        if (warp == 1) schedule();
-        if (warp == 2) publish();
+        if (warp == 1 && Arch::is_first_cta()) schedule();
+        if (warp == 2 && Arch::is_first_cta()) publish();
       }
       if (kHasComm && (is_comm_cta || (warp == 3 && num_comm_ctas() == 0))) communicate(shared_.ring_of(warp));
     } else if (!kHasComm || !shared_.is_comm_cta) {
-      raise_registers<kConsumerRegisters>();
-      if (has_helpers()) help_communicator(shared_.help());
-      Consumer<Stages> consumer(shared_, group - 1);
+      Arch::set_consumer_registers(group - 1);
+      if (has_helpers()) help_communicator<kNumHelpers>(shared_.help());
+      typename Arch::template Consumer<Stages> consumer(shared_, group - 1);
       for_each_call([&](int32, const Args& args) { consumer.run(args); });
     }
+    Arch::end(shared_);
   }
 
  private:
   static constexpr bool kHasPrologue = kGroup == kWholeForward;
+  static constexpr int kNumHelpers = Arch::kThreads - kRoleThreads;
   static constexpr bool kHasComm = holds(kGroup, Stage::dispatch) || holds(kGroup, Stage::combine);
 
   // ---- CTAs and who leaves ----
 
+  // Where a tile has several CTAs all of them multiply: roles are drawn per CTA.
   MOK_DEVICE int32 num_comm_ctas() const {
-    return kHasComm ? min_of(launch_.num_comm_ctas, static_cast<int32>(gridDim.x) / 2) : 0;
+    return kHasComm && Arch::kCtasPerTile == 1 ? min_of(launch_.num_comm_ctas, static_cast<int32>(gridDim.x) / 2) : 0;
   }
   // By arrival, since nobody knows which blocks are resident; in turns, so that of any two there are both kinds.
   MOK_DEVICE bool draw_role() const {
@@ -91,7 +79,7 @@ class Roles {
   // Who leaves the kernel: publishers, and every warp that communicates.
   MOK_DEVICE int32 num_leaving() const {
     const int32 num_ctas = static_cast<int32>(gridDim.x), num_comm = num_comm_ctas();
-    if (num_comm == 0) return kHasComm ? 2 * num_ctas : num_ctas;
+    if (num_comm == 0) return num_ctas / Arch::kCtasPerTile + (kHasComm ? num_ctas : 0);
     return num_ctas - num_comm + num_comm * kCommWarps;
   }
 
@@ -105,7 +93,7 @@ class Roles {
 
   // Ranks that share this grid wait for each other's input, so all of them publish before any goes on.
   MOK_DEVICE void communicate(CommRing& ring) {
-    CommWorker worker(ring, launch_.launch_idx, num_leaving());
+    CommWorker<kNumHelpers> worker(ring, launch_.launch_idx, num_leaving());
     MOK_TRACED(const uint32 warp = threadIdx.x / 32;)
     MOK_TRACED(worker.trace_to(shared_.timeline.track(TraceRole::communicator, warp));)
     MOK_TRACED(if (worker.is_leader()) shared_.timeline.open(launch_, TraceRole::communicator, warp);)
@@ -134,15 +122,16 @@ class Roles {
   }
 
   MOK_DEVICE void init_barriers() {
-    for (int i = 0; i < kNumStages; ++i) {
+    for (int i = 0; i < Arch::kOperandSlots; ++i) {
       mbarrier_init(address(&shared_.full[i]), 1);
-      mbarrier_init(address(&shared_.empty[i]), 8);  // consumer warps
+      mbarrier_init(address(&shared_.empty[i]), Arch::kOperandReaders);
     }
     for (int i = 0; i < kTaskSlots; ++i) {
       mbarrier_init(address(&shared_.message_full[i]), 1);
-      mbarrier_init(address(&shared_.message_empty[i]), 2 + 256);  // producer, publisher, consumers
+      mbarrier_init(address(&shared_.message_empty[i]), Arch::kMessageReaders);
     }
-    for (int i = 0; i < kTileSlots; ++i) mbarrier_init(address(&shared_.stored[i]), 8);
+    for (int i = 0; i < kTileSlots; ++i) mbarrier_init(address(&shared_.stored[i]), Arch::kStoringWarps);
+    Arch::init_barriers(shared_);
     mbarrier_init_fence();
   }
   MOK_DEVICE static uint32 address(const void* pointer) { return smem_address(pointer); }
@@ -174,7 +163,7 @@ class Roles {
         has_task = tasks.next(worker, &task);
         worker.begin_task(task);
         const bool is_ready = has_task && needs(args, task, signals);
-        mbarrier_wait(address(&shared_.message_empty[slot.slot]), slot.phase ^ 1);
+        Arch::wait(address(&shared_.message_empty[slot.slot]), slot.phase ^ 1);
         MOK_TRACED(track.wait(task, InnerWait::message_slot);)
         Message& message = shared_.messages[slot.slot];
         message.state = !has_task ? kNoMoreTasks : is_ready ? kReady : kNotReady;
@@ -190,7 +179,7 @@ class Roles {
           message.expert = tile.expert;
           MOK_TRACED(shared_.timeline.post(tile_slot.slot); tile_slot.advance();)
         }
-        mbarrier_arrive(address(&shared_.message_full[slot.slot]));
+        Arch::send_message(shared_, slot.slot);
         slot.advance();
       }
     });
@@ -212,7 +201,7 @@ class Roles {
   // ---- producer: keeps the operand ring full, across tiles ----
   MOK_DEVICE void produce() {
     Position<kTaskSlots> slot;
-    Position<kNumStages> stage;
+    Position<Arch::kOperandSlots> stage;
     MOK_TRACED(cuda::Track& track = shared_.timeline.open(launch_, TraceRole::producer);)
     for_each_call([&](int32 index, const Args& args) {
       MOK_TRACED(track.begin_call(args);)
@@ -229,28 +218,14 @@ class Roles {
   }
   template <class S>
   MOK_DEVICE void load(int32 index, const Call& call, const Task& task, const GemmTile& tile,
-                       Position<kNumStages>& stage) {
-    const Operands operands = S::operands(call, task, tile);
-    const TensorMap* a_map = &maps_.maps[index][static_cast<int>(operands.a)];
-    const TensorMap* b_map[2] = {&maps_.maps[index][static_cast<int>(operands.b[0])],
-                                 &maps_.maps[index][static_cast<int>(operands.b[1])]};
-    const int32 a_row = static_cast<int32>(operands.a_row);
-    const bool has_second_half = tile.num_rows > 64;  // of A; a half without real rows is neither loaded nor multiplied
-    const uint32 num_bytes = (has_second_half ? kABytes : kABytes / 2) + kBBytes;
-    for (int32 k = 0; k < tile.num_k; k += kBlockK) {
-      mbarrier_wait(address(&shared_.empty[stage.slot]), stage.phase ^ 1);
-      const uint32 full = address(&shared_.full[stage.slot]);
-      const uint32 a = address(shared_.a[stage.slot]), b = address(shared_.b[stage.slot]);
-      mbarrier_expect_bytes(full, num_bytes);
-      tma_load_2d(a, a_map, full, k, a_row);
-      if (has_second_half) tma_load_2d(a + kABytes / 2, a_map, full, k, a_row + 64);
-      // B's rows are accumulator columns: gate before up, or the columns of one matrix.
-      MOK_UNROLL
-      for (int32 box = 0; box < kAccumulatorCols / 64; ++box) {
-        const int32 row = box * 64 % S::kTileCols;
-        tma_load_3d(b + box * kBoxBytes, b_map[box * 64 / S::kTileCols], full, k, tile.first_col + row, tile.expert);
+                       Position<Arch::kOperandSlots>& stage) {
+    for (int32 product = 0; product < S::kNumProducts; ++product) {
+      const typename Arch::template Loader<S> loader(maps_.maps[index], S::operands(call, task, tile, product), tile);
+      for (int32 k = 0; k < tile.num_k / S::kNumProducts; k += Arch::kBlockK) {
+        mbarrier_wait(address(&shared_.empty[stage.slot]), stage.phase ^ 1);
+        loader.load(shared_, stage.slot, address(&shared_.full[stage.slot]), k);
+        stage.advance();
       }
-      stage.advance();
     }
   }
 
@@ -272,7 +247,7 @@ class Roles {
         const MessageState state = read_message<false>(shared_, slot, &task, &tile);
         if (state == kNoMoreTasks) break;
         MOK_TRACED(track.next_task(task);)
-        mbarrier_wait(address(&shared_.stored[tile_slot.slot]), tile_slot.phase);
+        Arch::wait(address(&shared_.stored[tile_slot.slot]), tile_slot.phase);
         MOK_TRACED(track.wait(task, InnerWait::stored_tile); shared_.timeline.add_tile(tile_slot.slot, task);)
         if (state == kReady) publishes(args, task, signals);
         MOK_TRACED(track.end(TraceKind::publish, task);)
@@ -287,31 +262,34 @@ class Roles {
     Stages::visit(task.stage, [&](auto s) { decltype(s)::publishes(args, task, signals); });
   }
 
-  Shared& shared_;
+  Shared<Arch>& shared_;
   const CallSet& set_;
   const Launch& launch_;
-  const Maps& maps_;
+  const MapsOf<Stages>& maps_;
 };
 
-// A GEMM kernel: dynamic shared memory of sizeof(Shared) + 1024, whatever the alignment of its start.
-template <class Stages, Group kGroup>
+// A GEMM kernel: dynamic shared memory of sizeof(Shared<Arch>) + 1024, whatever the alignment of its start.
+template <class Arch, class Stages, Group kGroup>
 MOK_DEVICE void run_gemm_kernel(const CallSet& set, const Launch& launch,
-                                const Maps& maps MOK_TRACED(, const cuda::TraceSink& sink)) {
+                                const MapsOf<Stages>& maps MOK_TRACED(, const cuda::TraceSink& sink)) {
   extern __shared__ unsigned char raw[];
   const uint32 misalignment = smem_address(raw) % 1024;
-  Shared& shared = *reinterpret_cast<Shared*>(raw + (misalignment ? 1024 - misalignment : 0));
+  auto& shared = *reinterpret_cast<Shared<Arch>*>(raw + (misalignment ? 1024 - misalignment : 0));
   MOK_TRACED(if (threadIdx.x == 0) shared.timeline.sink = sink;)  // roles begin behind a barrier
-  Roles<Stages, kGroup>(shared, set, launch, maps).run();
+  Roles<Arch, Stages, kGroup>(shared, set, launch, maps).run();
 }
 
-}  // namespace mok::sm90
+}  // namespace mok::cuda::gemm
 
-#define MOK_SM90_KERNEL(name, Stages, kGroup)                                                \
-  extern "C" __global__ void __launch_bounds__(mok::sm90::kThreads, 1)                       \
-      mok_##name(const __grid_constant__ CallSet set, const __grid_constant__ Launch launch, \
-                 const __grid_constant__ mok::sm90::Maps maps MOK_TRACE_PARAMETER) {         \
-    mok::sm90::run_gemm_kernel<Stages, kGroup>(set, launch, maps MOK_TRACED(, trace_sink));  \
+#define MOK_ROLES_KERNEL(name, Stages, kGroup)                                                                    \
+  extern "C" __global__ void MOK_GEMM_ATTRIBUTES __launch_bounds__(mok::cuda::gemm::TargetArch::kThreads, 1)      \
+      mok_##name(const __grid_constant__ CallSet set, const __grid_constant__ Launch launch,                      \
+                 const __grid_constant__ mok::cuda::gemm::MapsOf<Stages> maps MOK_TRACE_PARAMETER) {              \
+    mok::cuda::gemm::run_gemm_kernel<mok::cuda::gemm::TargetArch, Stages, kGroup>(set, launch,                    \
+                                                                                  maps MOK_TRACED(, trace_sink)); \
   }
 #define MOK_COMMA ,
-#define MOK_GEMM_KERNEL(name, S, kGroup) MOK_SM90_KERNEL(name, mok::sm90::StageSet<false MOK_COMMA S>, 0)
-#define MOK_PERSISTENT_KERNEL(name, kGroup) MOK_SM90_KERNEL(name, mok::sm90::StagesOfGroup<kGroup>, kGroup)
+#define MOK_GEMM_KERNEL(name, S) MOK_ROLES_KERNEL(name, mok::cuda::gemm::StageSet<false MOK_COMMA S>, 0)
+// The one of MOK_GROUP_MASK: a run-time compiler makes one kernel at a time. `StagesOf` as in targets/host/gemm_driver.h.
+#define MOK_PERSISTENT_KERNELS(StagesOf) \
+  MOK_ROLES_KERNEL(persistent, mok::cuda::gemm::ProductsOf<StagesOf<MOK_GROUP_MASK>>, MOK_GROUP_MASK)

@@ -7,7 +7,7 @@
 #include "targets/cuda/timeline.h"
 
 #if MOK_TRACE
-namespace mok::sm90 {
+namespace mok::cuda::gemm {
 
 template <int kTileSlots>
 class Timeline {
@@ -60,5 +60,5 @@ class Timeline {
   Tile tiles_[kTileSlots];
 };
 
-}  // namespace mok::sm90
+}  // namespace mok::cuda::gemm
 #endif

@@ -1,9 +1,9 @@
-// PTX of sm_90a that the role loops use: TMA loads, registers, stmatrix.
+// PTX that GEMM kernels of every generation use (sm_90 and up): TMA loads, registers, stmatrix.
 #pragma once
 
 #include "targets/cuda/async.h"
 
-namespace mok::sm90 {
+namespace mok::cuda::gemm {
 
 // A CUtensorMap, opaque here; part of a __grid_constant__ parameter.
 struct alignas(64) TensorMap {
@@ -55,4 +55,4 @@ MOK_DEVICE void stmatrix_x4(uint32 address, const uint32 (&words)[4]) {
                : "memory");
 }
 
-}  // namespace mok::sm90
+}  // namespace mok::cuda::gemm
