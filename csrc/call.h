@@ -19,7 +19,8 @@ struct Schedule {
   int32* route_rank;         // [max_tokens * K]     owner of each of this rank's own routes, -1 = none
   int32* route_row;          // [max_tokens * K]     its row there
   int32* sorted_route;       // [max_tokens * K]     own routes by (expert, order): push dispatch's order
-  int32* token_row;          // [R, max_tokens]      the first row of a peer's token here; with is_pull_once only
+  int32* token_row;          // [R, token_row_stride] the first row of a peer's token here; with is_pull_once only
+  int32 token_row_stride;    // max_tokens when it was built: a schedule stays valid when the workspace grows
 };
 enum ScheduleCount : int32 { kCountRows, kCountWindows, kCountRoutes, kCountWantedRows, kCountBuild, kNumCounts };
 

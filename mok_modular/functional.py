@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mok_modular.calls.checks import check_layer, check_ring, check_schedule, config_agreement
+from mok_modular.calls.checks import OWN_NAMES, Names, check_layer, check_ring, check_schedule, config_agreement
 from mok_modular.calls.collective import call_key, keep_pushed_x, layer_call, make_collective, remember, with_tensors
 from mok_modular.calls.functional_backward import (
     MoKDgradContext,
@@ -72,10 +72,17 @@ def build_schedule(
     Raises TypeError (dtype) or ValueError (shape, ids out of range with their count, more rows than the configured
     capacity with both numbers) on the rank concerned; its peers raise MoKPeerError.
     """
+    return build_named_schedule(workspace, config, top_experts, num_local_experts, OWN_NAMES)
+
+
+def build_named_schedule(
+    workspace: Workspace, config: MoKConfig, top_experts: Tensor, num_local_experts: int, names: Names
+) -> MoKSchedule:
+    """build_schedule with errors in the words of its caller."""
 
     def checked() -> tuple[Call, dict[str, int]]:
         """The call, apart from its tensors, and the sizes of the schedule's."""
-        ids, num_experts = check_schedule(workspace, config, top_experts, num_local_experts)
+        ids, num_experts = check_schedule(workspace, config, top_experts, num_local_experts, names)
         capacity_rows = workspace.shared.capacity_rows(num_experts)
         if capacity_rows >= 2**31:
             raise ValueError(

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from mok_modular import torch_ops
-from mok_modular.calls.checks import check_mxfp8_sizes, check_swiglu_limit
+from mok_modular.calls.checks import check_inputs, check_mxfp8_sizes, check_swiglu_limit
+from mok_modular.calls.collective import tell_peers_of_layer
 from mok_modular.calls.precision import PRECISIONS
+from mok_modular.calls.values import ROUTED_WEIGHTS, SHARED_WEIGHTS
 from mok_modular.calls.workspace import Workspace
 from mok_modular.parameters import draw, experts_entry, other_experts
 from mok_modular.protocol.config import MoKConfig
@@ -203,14 +205,13 @@ class MoE(nn.Module):
 
     def _check_tensors(self, **tensors: Any) -> None:
         """What would fail before the first collective call: the peers hear of it all the same."""
-        for name, tensor in tensors.items():
-            if isinstance(tensor, Tensor) and tensor.dim() == 2:
-                continue
-            what = f"{list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            kind = ValueError if isinstance(tensor, Tensor) else TypeError
-            error = kind(f"{name} must be a tensor of two dimensions, got {what}")
-            group, rank = self.member.group, self.member.rank()
-            group.meet(rank, "MoE.forward", error, lambda payloads: payloads, self.config.start_timeout_s)
+        weights = dict(zip((*SHARED_WEIGHTS, *ROUTED_WEIGHTS), self._weights(), strict=True))
+        try:
+            check_inputs(torch.device(self.member.group.device), tensors, weights)
+        except (TypeError, ValueError) as error:
+            num_local_tokens = self._state.num_local_tokens
+            tell_peers_of_layer(self.config, self.member, num_local_tokens, self.hidden_size, self.topk, error)
+            raise
 
     @property
     def workspace(self) -> Workspace:

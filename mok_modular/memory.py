@@ -14,7 +14,7 @@ import torch
 from mok_modular.calls.values import empty_context, empty_schedule, schedule_sizes
 from mok_modular.protocol.config import MoKConfig
 from mok_modular.protocol.shapes import MoEShape
-from mok_modular.protocol.sizes import Sizes
+from mok_modular.protocol.sizes import Sizes, is_ring_region
 
 _META = torch.device("meta")  # sizes without memory
 
@@ -37,7 +37,7 @@ class Memory:
     @property
     def ring(self) -> int:
         """The regions that hold rows, which macrobatch_size bounds."""
-        return sum(size for name, size in self.regions.items() if name.startswith("ring_") or name == "router_partials")
+        return sum(size for name, size in self.regions.items() if is_ring_region(name))
 
     @property
     def carry(self) -> int:

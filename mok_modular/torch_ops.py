@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mok_modular import functional
+from mok_modular.calls.checks import LAYER_NAMES
 from mok_modular.calls.copies import compare_copies
 from mok_modular.calls.functional_backward import MAIN_GRADS
 from mok_modular.calls.precision import pack_backward, pack_forward
@@ -143,8 +144,8 @@ def build_schedule(expert_ids: Tensor, handle: Tensor) -> Schedule:
     state = state_of(handle)
     if state.num_local_tokens is None:
         state.num_local_tokens = agree_on_num_tokens(state.config, state.member, expert_ids.shape[0])
-    schedule = functional.build_schedule(
-        state.workspace(), state.config, expert_ids, num_local_experts=state.num_local_experts
+    schedule = functional.build_named_schedule(
+        state.workspace(), state.config, expert_ids, state.num_local_experts, LAYER_NAMES
     )
     return tuple(schedule.tensors().values())  # type: ignore[return-value]
 

@@ -252,7 +252,7 @@ class Checker final : public Observer {
     table("route_row", s.route_row, routes);
     table("sorted_route", s.sorted_route, routes);
     if (call.shape.is_pull_once)
-      table("token_row", s.token_row, static_cast<std::size_t>(call.shape.num_ranks * call.shape.max_tokens));
+      table("token_row", s.token_row, static_cast<std::size_t>(call.shape.num_ranks * s.token_row_stride));
     const Tensors& t = call.tensors;
     const auto rows_of = [&](const char* name, const bf16* data, int64 count, int32 width) {
       const auto row = static_cast<std::size_t>(width) * 2;

@@ -20,7 +20,8 @@ MOK_DEVICE int32 row_here(const Call& call, int32 row) {
   const int32 src_rank = call.schedule.peer_rank[row];
   if (!s.is_pull_once || src_rank < 0 || src_rank == call.rank) return -1;
   const int32 first =
-      call.schedule.token_row[int64{src_rank} * s.max_tokens + call.schedule.peer_token_idx[row] / s.topk];
+      call.schedule
+          .token_row[int64{src_rank} * call.schedule.token_row_stride + call.schedule.peer_token_idx[row] / s.topk];
   const int32 rows = s.is_minibatch_grain ? s.minibatch : s.row_block();
   return first / rows < row / rows ? first : -1;
 }

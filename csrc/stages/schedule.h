@@ -320,7 +320,7 @@ struct ScheduleStage {
         call.schedule.peer_rank[row] = task.src_rank;
         call.schedule.peer_token_idx[row] = idx;
         if (s.is_pull_once && is_first_here(call, ids_at(args, call.rank, task.src_rank), expert, idx))
-          call.schedule.token_row[int64{task.src_rank} * s.max_tokens + idx / s.topk] = row;
+          call.schedule.token_row[int64{task.src_rank} * call.schedule.token_row_stride + idx / s.topk] = row;
       }
     });
   }

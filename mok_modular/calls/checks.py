@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +11,20 @@ from torch import Tensor
 
 from mok_modular.calls.values import ROUTED_WEIGHTS, SHARED_WEIGHTS, MoKSchedule, schedule_sizes
 from mok_modular.calls.workspace import Workspace, layout_key
+from mok_modular.protocol.checks import check_device
 from mok_modular.protocol.config import MoKConfig
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the caller of build_schedule calls what its errors name."""
+
+    ids: str
+    workspace: str
+
+
+OWN_NAMES = Names("top_experts", "workspace")
+LAYER_NAMES = Names("expert_ids", "layer.workspace")
 
 
 def config_agreement(workspace: Workspace, config: MoKConfig) -> dict[str, Any]:
@@ -34,30 +48,31 @@ def check_config(workspace: Workspace, config: MoKConfig) -> None:
 
 
 def check_schedule(
-    workspace: Workspace, config: MoKConfig, top_experts: Tensor, num_local_experts: int
+    workspace: Workspace, config: MoKConfig, top_experts: Tensor, num_local_experts: int, names: Names
 ) -> tuple[Tensor, int]:
     check_config(workspace, config)
+    ids = names.ids
     if isinstance(num_local_experts, bool) or not isinstance(num_local_experts, int):
         raise TypeError(f"num_local_experts must be an int, got {type(num_local_experts).__name__}")
     if num_local_experts < 1:
         raise ValueError(f"num_local_experts must be at least 1, got {num_local_experts}")
     if not isinstance(top_experts, Tensor):
-        raise TypeError(f"top_experts must be a tensor, got {type(top_experts).__name__}")
+        raise TypeError(f"{ids} must be a tensor, got {type(top_experts).__name__}")
     if top_experts.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"top_experts must be torch.int32 or torch.int64, got {top_experts.dtype}")
-    check_layout("top_experts", top_experts, workspace)
+        raise TypeError(f"{ids} must be torch.int32 or torch.int64, got {top_experts.dtype}")
+    check_layout(ids, top_experts, workspace)
     if top_experts.dim() != 2 or top_experts.shape[1] != workspace.topk:
         raise ValueError(
-            f"top_experts must be [T, K] with the workspace's K = {workspace.topk}, got {list(top_experts.shape)}"
+            f"{ids} must be [T, K] with the workspace's K = {workspace.topk}, got {list(top_experts.shape)}"
         )
-    check_num_tokens(workspace, "top_experts", top_experts)
+    check_num_tokens(workspace, ids, top_experts, names)
     num_experts = num_local_experts * workspace.member.size()
     if top_experts.is_cuda:  # no look at the values here: the kernel counts, and the next call raises
         return top_experts.to(torch.int32), num_local_experts
     num_wrong = int(((top_experts < -1) | (top_experts >= num_experts)).sum())
     if num_wrong:
         raise ValueError(
-            f"top_experts holds {num_wrong} ids out of range: ids are -1 (no route) or 0..{num_experts - 1} "
+            f"{ids} holds {num_wrong} ids out of range: ids are -1 (no route) or 0..{num_experts - 1} "
             f"({num_local_experts} local experts on {workspace.member.size()} ranks)"
         )
     return top_experts.to(torch.int32), num_local_experts
@@ -67,16 +82,25 @@ def check_schedule_tensors(workspace: Workspace, schedule: MoKSchedule) -> None:
     """A schedule may come from another workspace, or have been taken apart and put together again."""
     for name, tensor in schedule.tensors().items():
         check_tensor(f"schedule.{name}", tensor, torch.int32, workspace)
-    shape = workspace.shared.shape(schedule.segment_num_rows.numel(), schedule.peer_rank.numel(), 64)
-    for name, size in schedule_sizes(shape, schedule.route_rank.numel()).items():
+    capacity_rows, row_block = schedule.peer_rank.numel(), workspace.shared.row_block
+    if capacity_rows == 0 or capacity_rows % row_block:
+        raise ValueError(f"schedule.peer_rank must hold row blocks of {row_block} rows, got [{capacity_rows}]")
+    shape = workspace.shared.shape(schedule.segment_num_rows.numel(), capacity_rows, 64)
+    sizes = schedule_sizes(shape, schedule.route_rank.numel())
+    if shape.is_pull_once:  # has the stride of the workspace's size at the time, and the workspace may have grown
+        num_ranks, last_token = workspace.member.size(), schedule.route_rank.numel() // workspace.topk - 1
+        if not schedule.peer_token_idx.is_cuda:
+            last_token = max(last_token, int(schedule.peer_token_idx.max()) // workspace.topk)
+        sizes["token_row"] = num_ranks * max(last_token + 1, schedule.token_row.numel() // num_ranks)
+    for name, size in sizes.items():
         tensor = getattr(schedule, name)
         if tensor.dim() != 1 or tensor.numel() != size:
             raise ValueError(
                 f"schedule.{name} must be [{size}] on this workspace, got {list(tensor.shape)}: the schedule was "
-                "built for another row block, ring or number of ranks, or taken apart"
+                "built for another row block, ring, dispatch or number of ranks, or taken apart"
             )
     if not schedule.peer_rank.is_cuda:
-        last_rank = max([int(t.max()) for t in (schedule.peer_rank, schedule.route_rank) if t.numel()])
+        last_rank = max(int(t.max()) for t in (schedule.peer_rank, schedule.route_rank) if t.numel())
         if last_rank >= workspace.member.size():
             raise ValueError(f"schedule names rank {last_rank}, the group has {workspace.member.size()} ranks")
 
@@ -109,15 +133,15 @@ def check_layer(
     check_tensor("x", x, torch.bfloat16, workspace)
     if x.dim() != 2 or x.shape[1] != workspace.hidden_size:
         raise ValueError(f"x must be [T, H] with the workspace's H = {workspace.hidden_size}, got {list(x.shape)}")
+    if x.shape[0] * workspace.topk != schedule.route_rank.numel():
+        raise ValueError(
+            f"x has {x.shape[0]} tokens, but schedule was built for {schedule.route_rank.numel() // workspace.topk}"
+        )
     check_num_tokens(workspace, "x", x)
     own = workspace.x
     if own.data_ptr() < x.data_ptr() < own.data_ptr() + own.nbytes:
         raise ValueError(
             "x must start where workspace.x starts, or lie outside of it: rows would be overwritten while they are read"
-        )
-    if x.shape[0] * workspace.topk != schedule.route_rank.numel():
-        raise ValueError(
-            f"x has {x.shape[0]} tokens, but schedule was built for {schedule.route_rank.numel() // workspace.topk}"
         )
     if router_weights is not None:
         check_tensor("router_weights", router_weights, torch.float32, workspace)
@@ -172,6 +196,19 @@ def check_layer(
     return num_local_experts, inter, shared_size
 
 
+def check_inputs(device: torch.device, inputs: Mapping[str, Any], weights: Mapping[str, Tensor | None]) -> None:
+    """What a layer checks before torch sees its operators: with one tensor on the meta device torch would run their
+    fake implementations, whose results nobody writes."""
+    for name, tensor in inputs.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor of two dimensions, got {type(tensor).__name__}")
+        if tensor.dim() != 2:
+            raise ValueError(f"{name} must be a tensor of two dimensions, got {list(tensor.shape)}")
+    for name, tensor in (*inputs.items(), *weights.items()):
+        if tensor is not None:
+            check_device(name, tensor, device, "group's")
+
+
 def check_swiglu_limit(swiglu_limit: Any) -> None:
     if swiglu_limit is None:
         return
@@ -190,8 +227,7 @@ def check_tensor(name: str, tensor: Any, dtype: torch.dtype, workspace: Workspac
 
 
 def check_layout(name: str, tensor: Tensor, workspace: Workspace) -> None:
-    if tensor.device.type != workspace.device.type:
-        raise ValueError(f"{name} must be on the workspace's device, {workspace.device}, got {tensor.device}")
+    check_device(name, tensor, workspace.device, "workspace's")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()} for shape {list(tensor.shape)}")
 
@@ -216,9 +252,11 @@ def check_mxfp8_sizes(sizes: Mapping[str, Any], device: torch.device | str) -> N
             raise ValueError(f"{name} must be a multiple of 128 in MXFP8, got {sizes[name]}")
 
 
-def check_num_tokens(workspace: Workspace, name: str, tensor: Tensor) -> None:
-    if tensor.shape[0] > workspace.num_local_tokens:
+def check_num_tokens(workspace: Workspace, name: str, tensor: Tensor, names: Names = OWN_NAMES) -> None:
+    num_tokens = tensor.shape[0]
+    if num_tokens > workspace.num_local_tokens:
+        largest = ", with the largest number of any rank" if workspace.member.size() > 1 else ""
         raise ValueError(
-            f"{name} has {tensor.shape[0]} tokens, the workspace has room for num_local_tokens = "
-            f"{workspace.num_local_tokens}; call workspace.grow() on every rank"
+            f"{name} has {num_tokens} tokens, the workspace has room for num_local_tokens = "
+            f"{workspace.num_local_tokens}; call {names.workspace}.grow({num_tokens}) on every rank{largest}"
         )

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from mok_modular.calls.checks import config_agreement
 from mok_modular.calls.values import MoKForwardContext, MoKSchedule
-from mok_modular.calls.workspace import Workspace
+from mok_modular.calls.workspace import Workspace, find_workspace
 from mok_modular.protocol.call import Call
 from mok_modular.protocol.config import MoKConfig
 from mok_modular.protocol.errors import MoKPeerError
+from mok_modular.ranks.member import Member
 
 T = TypeVar("T")
 
@@ -26,15 +27,32 @@ def make_collective(workspace: Workspace, name: str, config: MoKConfig, prepare:
     """
     try:
         call, results = prepare()
-    except (TypeError, ValueError) as error:
-        tell_peers(workspace, name, error)
-        raise
+    except Exception as error:
+        told = explain_memory(workspace, name, error)
+        tell_peers(workspace, name, told)
+        if told is error:
+            raise
+        raise told from error
 
     def act(calls: list[Call | None]) -> Sequence[Any]:
         return run(workspace, calls, name)
 
     workspace.meet(name, call, act, config.start_timeout_s, is_checked_later=True)
     return results
+
+
+def explain_memory(workspace: Workspace, name: str, error: Exception) -> Exception:
+    """The error itself; where a tensor of a call could not be allocated, one that says what asks for it."""
+    is_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    if not (is_cpu or isinstance(error, MemoryError | torch.OutOfMemoryError)):
+        return error
+    kind = MemoryError if is_cpu else type(error)
+    reason = str(error).partition("\n")[0].rpartition("Allocator: ")[2]
+    return kind(
+        f"{name}: out of memory for the tensors of a call ({reason}); they grow with num_local_tokens="
+        f"{workspace.num_local_tokens} and macrobatch_size={workspace.config.macrobatch_size}: mok-modular doctor "
+        "--shape H,I,E,K,S --ranks R --tokens T prints what a layer needs"
+    )
 
 
 MAX_REMEMBERED = 256
@@ -52,7 +70,7 @@ def call_key(kind: str, workspace: Workspace, config: MoKConfig, tensors: Sequen
         return None
     try:
         places = tuple(
-            None if t is None else (t.data_ptr(), t.shape, t.dtype, t.is_cuda, t.is_contiguous()) for t in tensors
+            None if t is None else (t.data_ptr(), t.shape, t.dtype, t.get_device(), t.is_contiguous()) for t in tensors
         )
         key = (kind, id(config), layout, workspace.num_local_tokens, tuple((type(v), v) for v in values), places)
         hash(key)
@@ -143,6 +161,21 @@ def tell_peers(workspace: Workspace, name: str, error: Exception) -> None:
     """This rank's part of a call whose arguments were wrong: its peers raise a MoKPeerError, the next call works."""
     if isinstance(workspace, Workspace):
         workspace.meet(name, error, lambda payloads: payloads, is_checked_later=True)
+
+
+def tell_peers_of_layer(
+    config: MoKConfig, member: Member, num_local_tokens: int | None, hidden_size: int, topk: int, error: Exception
+) -> None:
+    """As tell_peers, for a layer, which may not have a workspace yet; num_local_tokens: None until it is agreed on."""
+    workspace = None
+    if num_local_tokens is not None:
+        workspace = find_workspace(
+            config, member, num_local_tokens=num_local_tokens, hidden_size=hidden_size, topk=topk
+        )
+    if workspace is not None:
+        tell_peers(workspace, "MoE.forward", error)
+    else:  # the peers meet to agree on it, or to create it
+        member.group.meet(member.rank(), "MoE.forward", error, lambda payloads: payloads, config.start_timeout_s)
 
 
 def current_stream(workspace: Workspace) -> torch.cuda.Stream | None:

@@ -202,7 +202,8 @@ def backward_wgrad(
         sizes = check_layer(workspace, config, schedule, x, None, weights, None, is_mxfp8)
         _check_backward(workspace, config, schedule, context, d_output, x, sizes)
         _check_ring_holds_all(config, schedule)
-        _check_dgrad_context(workspace, dgrad_context, _empty_dgrad_context(x, schedule.peer_rank.numel(), *sizes[1:]))
+        want = _empty_dgrad_context(x.to("meta"), schedule.peer_rank.numel(), *sizes[1:])  # shapes
+        _check_dgrad_context(workspace, dgrad_context, want)
         gradients = _gradient_tensors(workspace, weights, main_grads)
         tensors = weights | context_tensors(context) | dgrad_context.named_tensors() | gradients
         tensors |= {"x": x, "d_output": d_output}
@@ -293,7 +294,7 @@ def _check_backward(
     check_shape("d_output", d_output, tuple(x.shape), "[T, H]")
     if not isinstance(context, MoKForwardContext):
         raise TypeError(f"context must be a MoKForwardContext, got {type(context).__name__}")
-    want = empty_context(x, min(config.macrobatch_size, schedule.peer_rank.numel()), *sizes[1:])
+    want = empty_context(x.to("meta"), min(config.macrobatch_size, schedule.peer_rank.numel()), *sizes[1:])  # shapes
     if context.x.numel() == 0 and want.x.numel():
         raise ValueError("context is empty: forward ran with save_context=False; call recompute_forward_context first")
     for item in fields(context):

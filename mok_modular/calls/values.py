@@ -28,7 +28,8 @@ class MoKSchedule:
     counts [5]: rows, windows, routes of this rank, rows wanted, number of the build.
     route_rank, route_row [T*K]: owner and row there of this rank's own routes; -1 for none.
     sorted_route [T*K]: own routes by expert, the order in which a pusher sends them.
-    token_row [R*max T]: first row here of each peer's token that comes here; with dispatch="pull_once", else empty.
+    token_row [R*n]: first row here of each peer's token that comes here, n the workspace's num_local_tokens when the
+    schedule was built; with dispatch="pull_once", else empty.
     """
 
     peer_rank: Tensor

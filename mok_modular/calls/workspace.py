@@ -12,6 +12,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from mok_modular.protocol.checks import is_same_device
 from mok_modular.protocol.config import MoKConfig
 from mok_modular.protocol.shapes import MAX_TOPK
 from mok_modular.protocol.trace import Trace
@@ -106,7 +107,9 @@ class Workspace:
     def grow(self, num_tokens: int) -> None:
         """Makes room for `num_tokens` tokens a rank; smaller numbers change nothing. Collective.
 
-        Schedules built before stay valid. Raises ValueError on every rank if the numbers differ.
+        Schedules, contexts and what backward_dgrad left stay valid; CUDA graphs must be captured again, and a tensor
+        taken from `x` is no longer the input buffer. Raises ValueError on every rank if the numbers differ, MemoryError
+        (torch.OutOfMemoryError on a GPU) where there is no room: then nothing has changed.
         """
         _check_size("num_tokens", num_tokens, 0)
         _check_num_routes("num_tokens", num_tokens, self.topk, self.member.size())
@@ -191,10 +194,8 @@ def get_workspace(
     """As `create_workspace`, but cached: the same object as long as `num_local_tokens` fits. Collective only
     when a workspace is created, which every rank sees alike since all its arguments must agree."""
     member = _check_arguments(config, group, device, num_local_tokens, hidden_size, topk)
-    key = (member.rank(), layout_key(config), hidden_size, topk)
-    cache = member.group.workspaces
-    found = cache.get(key)
-    if found is None or found.num_local_tokens < num_local_tokens:
+    found = find_workspace(config, member, num_local_tokens=num_local_tokens, hidden_size=hidden_size, topk=topk)
+    if found is None:
         found = create_workspace(
             config,
             group,
@@ -203,9 +204,21 @@ def get_workspace(
             hidden_size=hidden_size,
             topk=topk,
         )
-        cache[key] = found
+        member.group.workspaces[_cache_key(config, member, hidden_size, topk)] = found
         _groups.add(member.group)
     return found
+
+
+def find_workspace(
+    config: MoKConfig, member: Member, *, num_local_tokens: int, hidden_size: int, topk: int
+) -> Workspace | None:
+    """What get_workspace returns without creating anything; None: nothing."""
+    found = member.group.workspaces.get(_cache_key(config, member, hidden_size, topk))
+    return found if found is not None and found.num_local_tokens >= num_local_tokens else None
+
+
+def _cache_key(config: MoKConfig, member: Member, hidden_size: int, topk: int) -> Any:
+    return member.rank(), layout_key(config), hidden_size, topk
 
 
 def _shared_workspace_class(group: Any) -> type[SharedWorkspace]:
@@ -247,17 +260,22 @@ def _check_arguments(
         raise TypeError(f"config must be a MoKConfig, got {type(config).__name__}")
     if config.signals == "nvshmem" and isinstance(member.group, LocalGroup):
         raise ValueError("signals='nvshmem' needs ranks that are processes (a ProcessGroup), got a LocalGroup")
-    if device is not None and torch.device(device).type != torch.device(member.group.device).type:
+    if device is not None and not _is_device_of(member, torch.device(device)):
         raise ValueError(f"device must be the group's, {member.group.device!r}, got {str(device)!r}")
     _check_size("num_local_tokens", num_local_tokens, 0)
     _check_size("hidden_size", hidden_size, 64)
     _check_size("topk", topk, 1)
-    if hidden_size % 64:
-        raise ValueError(f"hidden_size must be a multiple of 64, got {hidden_size}")
+    if hidden_size % 64 or hidden_size >= 2**31:
+        raise ValueError(f"hidden_size must be a multiple of 64 below 2147483648, got {hidden_size}")
     if topk > MAX_TOPK:
         raise ValueError(f"topk must be at most {MAX_TOPK}, got {topk}")
     _check_num_routes("num_local_tokens", num_local_tokens, topk, member.size())
     return member
+
+
+def _is_device_of(member: Member, device: torch.device) -> bool:
+    own = torch.device(member.group.device)
+    return device.type == own.type if device.index is None else is_same_device(device, own)
 
 
 def _check_num_routes(name: str, num_tokens: int, topk: int, num_ranks: int) -> None:

@@ -132,6 +132,8 @@ class MoKConfig:
                 raise ValueError(f"row_block must be 128, 256 or None (the target's), got {self.row_block}")
         check_int("minibatch_size", self.minibatch_size, minimum=1)
         check_int("macrobatch_size", self.macrobatch_size, minimum=1)
+        if self.macrobatch_size >= 2**31:
+            raise ValueError(f"macrobatch_size must be below 2147483648, got {self.macrobatch_size}")
         row_block = self.row_block or DEFAULT_ROW_BLOCK
         if self.minibatch_size % row_block != 0:
             raise ValueError(

@@ -1,4 +1,5 @@
-"""The compiled host target: which file it is loaded from, and whether it was compiled from these sources.
+"""The compiled host target: which file it is loaded from, whether it was compiled from these sources, and for this
+processor.
 
 An installed package holds its extension. A source tree has none, unless it was built in place: it takes the one that is
 installed in the same environment, or that an editable install has put there, if it was compiled from the same sources
@@ -23,6 +24,14 @@ PACKAGE = Path(__file__).resolve().parents[1]
 SOURCE_SUFFIXES = (".cpp", ".cu", ".h")
 _LOCK = threading.Lock()
 
+LEVELS = {
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "x86-64-v3": {"avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe"},
+    "x86-64-v2": {"popcnt", "sse3", "sse4_1", "sse4_2", "ssse3"},
+    "x86-64": set[str](),
+}
+"""What compilers call the processors of several years, from the newest; each has what follows too."""
+
 
 class ExtensionError(ImportError):
     """The extension cannot be used: `reason`, and `mend`, the command that helps."""
@@ -35,8 +44,8 @@ class ExtensionError(ImportError):
 def extension() -> Any:
     """The compiled host target, loaded once.
 
-    Raises ExtensionError where there is none, where it does not load, or where it was compiled from other sources than
-    those of this source tree.
+    Raises ExtensionError where there is none, where it does not load, where it was compiled from other sources than
+    those of this source tree, or for a processor that has instructions which this one lacks.
     """
     if sys.modules.get(NAME) is None:
         with _LOCK:  # two threads that load it would register its types twice
@@ -83,6 +92,7 @@ def _load(package: Path) -> Any:
             mend,
         )
     is_own = Path(spec.origin).parent.resolve() == package
+    _check_processor(Path(spec.origin), mend, _install(tree, is_editable))
     try:
         module: Any = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -98,6 +108,35 @@ def _load(package: Path) -> Any:
             mend,
         )
     return module
+
+
+def _check_processor(path: Path, mend: str, install: str) -> None:
+    """Of the extension at `path`, which is not loaded yet: an instruction that is missing would end the process."""
+    probe = path.with_name(path.name.replace("_host.", "_host_processor.", 1))
+    try:
+        missing, flags, level = _missing_instructions(probe)
+    except (ImportError, AttributeError) as error:
+        raise ExtensionError(f"{probe} does not load ({error})", mend) from error
+    if missing:
+        raise ExtensionError(
+            f"{path} was compiled for another processor: it may use {', '.join(missing)}, which this one does not have "
+            f"(flags: {flags})",
+            f"compile it on this machine: {install}; or once for all {level} processors: {install} "
+            f"-Ccmake.define.MOK_HOST_ARCH={level}",
+        )
+
+
+def _missing_instructions(probe: Path) -> tuple[list[str], str, str]:
+    """The instruction sets that the extension may use and this processor lacks, the extension's flags, and the highest
+    of LEVELS that this processor has."""
+    spec = importlib.util.spec_from_file_location(f"{NAME}_processor", probe)
+    if spec is None or spec.loader is None:
+        raise ImportError("no such module")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    here = set(module.here())
+    level = next(name for name, needed in LEVELS.items() if needed <= here)
+    return [name for name in module.built_for() if name not in here], module.flags(), level
 
 
 def _find(package: Path, *, is_tree: bool) -> tuple[ModuleSpec | None, bool]:

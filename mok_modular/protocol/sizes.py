@@ -12,6 +12,11 @@ NUM_COLUMNS = 32
 """Columns of h that make one partial sum of d_router."""
 
 
+def is_ring_region(name: str) -> bool:
+    """Whether a region holds rows, which macrobatch_size bounds."""
+    return name.startswith("ring_") or name == "router_partials"
+
+
 @dataclass(frozen=True)
 class Sizes:
     """What the sizes of a workspace and of the calls on it follow from."""
@@ -35,6 +40,27 @@ class Sizes:
             num_routes = min(num_routes, -int(-multiplier * self.num_local_tokens * self.topk // 1))
         rows = extension().worst_case_rows(num_routes, num_local_experts, self.row_block)
         return max(rows, self.row_block)
+
+    def explain_memory(self, shape: Any, *, is_of_call: bool) -> str:
+        """Why there is no memory for a shape: bytes, and the arguments that ask for them. `is_of_call`: else only the
+        sizes of the workspace are known yet."""
+        regions = shape.region_bytes()
+        total, ring = sum(regions.values()), sum(size for name, size in regions.items() if is_ring_region(name))
+        ranks = "1 rank" if self.num_ranks == 1 else f"each of {self.num_ranks} ranks"
+        text = f"out of memory: a workspace for num_local_tokens={self.num_local_tokens}, "
+        text += f"hidden_size={self.hidden_size}, topk={self.topk} needs {total:,} bytes on {ranks}"
+        inner, experts, shared = "I", "E", "S"
+        if is_of_call:
+            inner, experts, shared = map(str, (shape.intermediate_size, shape.num_experts, shape.shared_size))
+            text += (
+                f", of which {ring:,} hold the ring of macrobatch_size={self.config.macrobatch_size} rows "
+                f"({shape.ring_rows} here) with intermediate_size={inner}"
+            )
+        return (
+            f"{text}; smaller ones need less: mok-modular doctor --shape "
+            f"{self.hidden_size},{inner},{experts},{self.topk},{shared} --ranks {self.num_ranks} --tokens "
+            f"{self.num_local_tokens} prints what a layer needs"
+        )
 
     def shape(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -23,6 +25,14 @@ SIGNATURES = {
 }
 """What can be swapped, and the arguments of the function: as of `mok_modular.stages.<name>.reference`, without
 `direction`."""
+
+BACKWARD_OF = {
+    "dispatch": ("reverse_dispatch",),
+    "grouped_gemm": ("grouped_dgrad", "wgrad"),
+    "swiglu": ("swiglu_backward",),
+    "combine": ("reverse_combine",),
+}
+"""The stages of a backward that differentiate a stage of the forward. (reduce serves both passes.)"""
 
 
 @cache
@@ -62,6 +72,32 @@ def check_stages(stages: Any, plan: Plan, *, is_push_dispatch: bool, is_pull_com
         raise ValueError("stages['dispatch'] stands in for a pull dispatch, got dispatch='push'")
     if "combine" in stages and is_pull_combine:
         raise ValueError("stages['combine'] stands in for a push combine, got combine='pull'")
+
+
+def half_swapped(stages: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Swapped stages of the forward, each with those of the backward that differentiate it and are the library's own.
+
+    Not those that compute what the library's stage does: functions of mok_modular.stages, or wrapped ones
+    (functools.wraps).
+    """
+    missing = {
+        name: [each for each in backward if each not in stages]
+        for name, backward in BACKWARD_OF.items()
+        if name in stages and getattr(inspect.unwrap(stages[name]), "__module__", "") != f"mok_modular.stages.{name}"
+    }
+    return {name: each for name, each in missing.items() if each}
+
+
+def warn_of_half_swapped(stages: Mapping[str, Any]) -> None:
+    """To be called at the first backward."""
+    for name, missing in half_swapped(stages).items():
+        warnings.warn(
+            f"stages[{name!r}] is swapped and {' and '.join(missing)} not: this backward differentiates the library's "
+            f"own {name}. Gradients are right only if your function computes the same, which "
+            f"mok_modular.testing.check_stage({name!r}, f) tells; else swap {' and '.join(missing)} too",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def _group_of(stage: str, plan: Plan) -> tuple[str, ...]:

@@ -53,8 +53,9 @@ def launch(
 
     Raises what ``reference`` raises, and TypeError for another dtype, ValueError for another device.
     """
+    device = stage_arguments.check_devices(ys=ys, schedules=schedules)
     _check(ys, schedules, direction)
-    device = stage_arguments.check_bfloat16(**{f"ys[{rank}]": y for rank, y in enumerate(ys)})
+    stage_arguments.check_bfloat16(**{f"ys[{rank}]": y for rank, y in enumerate(ys)})
     tables, row_block = kernel_tables(schedules)
     hidden_size = ys[0].shape[1]
     run = stage_run.open_run(

@@ -58,8 +58,9 @@ def launch(
 
     Raises what ``reference`` raises, and TypeError for another dtype, ValueError for another device.
     """
+    device = stage_arguments.check_devices(xs=xs, schedules=schedules)
     _check(xs, schedules, topk, direction)
-    device = stage_arguments.check_bfloat16(**{f"xs[{rank}]": x for rank, x in enumerate(xs)})
+    stage_arguments.check_bfloat16(**{f"xs[{rank}]": x for rank, x in enumerate(xs)})
     tables, row_block = kernel_tables(schedules)
     hidden_size = xs[0].shape[1]
     run = stage_run.open_run(

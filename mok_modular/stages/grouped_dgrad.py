@@ -60,10 +60,13 @@ def launch(
     Raises what ``reference`` raises, and TypeError for another dtype, ValueError for another device, for Kdim or N
     that is no multiple of 64 and for segments that are not as many row blocks as their rows need.
     """
+    device = stage_arguments.check_devices(
+        rows=rows, weight=weight, segment_start=segment_start, segment_num_rows=segment_num_rows
+    )
     all_rows, all_weights = _pairs(rows, weight)
     is_pair = len(all_rows) == 2
     _check(all_rows, all_weights, segment_start, segment_num_rows)
-    device = stage_arguments.check_bfloat16(rows=all_rows[0])
+    stage_arguments.check_bfloat16(rows=all_rows[0])
     num_k, num_cols = all_weights[0].shape[1:]
     stage_arguments.check_width("Kdim", num_k)
     stage_arguments.check_width("N", num_cols)

@@ -84,11 +84,14 @@ def launch(
     Raises what ``reference`` raises, and TypeError for another dtype, ValueError for another device, for Kdim or N
     that is no multiple of 64 and for segments that are not as many row blocks as their rows need.
     """
+    device = stage_arguments.check_devices(
+        rows=rows, weight=weight, segment_start=segment_start, segment_num_rows=segment_num_rows
+    )
     is_pair = not isinstance(weight, Tensor)
     weights = _pair(weight) if not isinstance(weight, Tensor) else (weight,)
     for each in weights:
         _check(rows, each, segment_start, segment_num_rows)
-    device = stage_arguments.check_bfloat16(rows=rows)
+    stage_arguments.check_bfloat16(rows=rows)
     num_cols, num_k = weights[0].shape[1:]
     stage_arguments.check_width("Kdim", num_k)
     stage_arguments.check_width("N", num_cols)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from mok_modular.full_precision import full_precision
 from mok_modular.ops import BLOCK, TILE, round_trip
-from mok_modular.targets import stage_arguments
-from mok_modular.targets.host_stage import HostStageRun
+from mok_modular.targets import stage_arguments, stage_run
 
 if TYPE_CHECKING:
     from mok_modular.ranks.group import LocalGroup
@@ -45,9 +44,10 @@ def launch(
     Raises what ``reference`` raises, and ValueError for another device and for segments that are not as many row
     blocks as their rows need.
     """
+    device = stage_arguments.check_devices(rows=rows, segment_start=segment_start, segment_num_rows=segment_num_rows)
     _check(rows, segment_start, segment_num_rows)
     stage_arguments.check_bfloat16(rows=rows)
-    run = HostStageRun(
+    run = stage_run.open_run(
         "quantize",
         [stage_arguments.segment_tables(segment_start, segment_num_rows, row_block)],
         row_block=row_block,
@@ -56,6 +56,7 @@ def launch(
         intermediate_size=TILE,
         kind="backward_wgrad",
         is_mxfp8=True,
+        device=device,
         group=group,
     )
     num_rows = int(segment_start[-1])

@@ -60,8 +60,11 @@ def launch(
 
     Raises what ``reference`` raises, and TypeError for another dtype, ValueError for another device or H.
     """
+    device = stage_arguments.check_devices(
+        combined=combined, router_weights=router_weights, route_mask=route_mask, shared=shared
+    )
     _check(combined, router_weights, route_mask, shared)
-    device = stage_arguments.check_bfloat16(combined=combined)
+    stage_arguments.check_bfloat16(combined=combined)
     num_tokens, topk = router_weights.shape
     hidden_size = combined.shape[1]
     stage_arguments.check_width("H of combined", hidden_size)

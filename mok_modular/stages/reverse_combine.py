@@ -52,8 +52,9 @@ def launch(
 
     Raises what ``reference`` raises, and TypeError for another dtype, ValueError for another device.
     """
+    device = stage_arguments.check_devices(d_outputs=d_outputs, router_weights=router_weights, schedules=schedules)
     _check(d_outputs, router_weights, schedules, topk)
-    device = stage_arguments.check_bfloat16(**{f"d_outputs[{rank}]": d for rank, d in enumerate(d_outputs)})
+    stage_arguments.check_bfloat16(**{f"d_outputs[{rank}]": d for rank, d in enumerate(d_outputs)})
     for rank, weights in enumerate(router_weights):
         stage_arguments.check_float32(f"router_weights[{rank}]", weights)
     tables, row_block = kernel_tables(schedules)

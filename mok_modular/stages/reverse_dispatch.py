@@ -59,8 +59,9 @@ def launch(
 
     Raises what ``reference`` raises, and TypeError for another dtype, ValueError for another device.
     """
+    device = stage_arguments.check_devices(d_xs=d_xs, router_partials=router_partials, schedules=schedules)
     _check(d_xs, router_partials, schedules)
-    device = stage_arguments.check_bfloat16(**{f"d_xs[{rank}]": d_x for rank, d_x in enumerate(d_xs)})
+    stage_arguments.check_bfloat16(**{f"d_xs[{rank}]": d_x for rank, d_x in enumerate(d_xs)})
     for rank, partials in enumerate(router_partials):
         stage_arguments.check_float32(f"router_partials[{rank}]", partials)
     tables, row_block = kernel_tables(schedules)

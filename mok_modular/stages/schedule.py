@@ -167,6 +167,9 @@ def _check(top_experts: Sequence[Tensor], num_experts: int, row_block: int) -> N
         if ids.dim() != 2 or ids.shape[1] != top_experts[0].shape[-1]:
             shapes = [tuple(t.shape) for t in top_experts]
             raise ValueError(f"top_experts must be [T, K] with one K on all ranks, not {shapes}")
+        if ids.device.type not in ("cpu", "cuda") or ids.device != top_experts[0].device:
+            devices = ", ".join(str(t.device) for t in top_experts)
+            raise ValueError(f"top_experts must be on the CPU or on one GPU for all ranks, got {devices}")
         num_wrong = int(((ids < -1) | (ids >= num_experts)).sum())
         if num_wrong:
             raise ValueError(

@@ -61,8 +61,9 @@ def launch(
 
     Raises what ``reference`` raises, and TypeError for another dtype, ValueError for another device or I.
     """
+    device = stage_arguments.check_devices(gate=gate, up=up, num_rows=num_rows)
     _check(gate, up, limit)
-    device = stage_arguments.check_bfloat16(gate=gate, up=up)
+    stage_arguments.check_bfloat16(gate=gate, up=up)
     width = gate.shape[-1] if gate.dim() else 0
     stage_arguments.check_width("gate's last dimension", width)
     count = gate.numel() // width

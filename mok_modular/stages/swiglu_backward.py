@@ -87,8 +87,11 @@ def launch(
 
     Raises what ``reference`` raises, and TypeError for another dtype, ValueError for another device or I.
     """
+    device = stage_arguments.check_devices(
+        d_hidden=d_hidden, gate=gate, up=up, row_weights=row_weights, num_rows=num_rows
+    )
     _check(d_hidden, gate, up, row_weights, limit)
-    device = stage_arguments.check_bfloat16(d_hidden=d_hidden, gate=gate, up=up)
+    stage_arguments.check_bfloat16(d_hidden=d_hidden, gate=gate, up=up)
     stage_arguments.check_float32("row_weights", row_weights)
     count, width = gate.shape
     stage_arguments.check_width("I of gate", width)

@@ -61,8 +61,11 @@ def launch(
     Raises what ``reference`` raises, and TypeError for another dtype, ValueError for another device, M or N, for
     segments that are not as many row blocks as their rows need, and for a carry of another expert.
     """
+    device = stage_arguments.check_devices(
+        left=left, right=right, segment_start=segment_start, segment_num_rows=segment_num_rows, carry=carry
+    )
     _check(left, right, segment_start, segment_num_rows, carry)
-    device = stage_arguments.check_bfloat16(left=left, right=right)
+    stage_arguments.check_bfloat16(left=left, right=right)
     num_experts, height, width = len(segment_num_rows), left.shape[1], right.shape[1]
     stage_arguments.check_width("M of left", height)
     stage_arguments.check_width("N of right", width)

@@ -35,7 +35,7 @@ from mok_modular.protocol.call import Call
 from mok_modular.protocol.plan import STAGES
 from mok_modular.protocol.swap_rules import SIGNATURES, name_of
 from mok_modular.swap import backward, forward
-from mok_modular.swap.window import Memory, SwappedCall, Window
+from mok_modular.swap.window import Memory, Place, SwappedCall, Window, place
 
 _REDUCING = ("forward", "backward", "backward_dgrad")  # the calls that have an output
 
@@ -64,14 +64,18 @@ class Swap(SwappedCall):
         work: Callable[..., None] = (backward if is_backward else forward).WORK[stage]
 
         def run() -> bool:
+            window = Window(self, rank, generation or 0)
+            token = place.set(Place(rank, len(self.calls), call.kind, stage, generation or 0, window.macrobatch))
             try:
                 with torch.no_grad(), no_autocast(), self.shared.group.as_rank(rank):
-                    work(function, Window(self, rank, generation or 0))
+                    work(function, window)
             except BaseException as error:  # SystemExit too: raised again on its own rank when all have stopped
                 what = "" if stage == name else f" for {stage}"
                 error.add_note(f"in stages[{name!r}]{what} on rank {rank}; it is called as {_signature(name)}")
                 self.errors[rank] = error
                 return False
+            finally:
+                place.reset(token)
             return True
 
         return run

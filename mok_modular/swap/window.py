@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,6 +26,23 @@ class Memory(Protocol):
     @property
     def row_block(self) -> int: ...
     def region(self, rank: int, name: str, dtype: torch.dtype) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a swapped function is called: on `rank` of `num_ranks`, for which `stage` of the plan and in which `call`.
+    `generation` counts the launches of the stage in the call; its rows are those of `macrobatch`."""
+
+    rank: int
+    num_ranks: int
+    call: str
+    stage: str
+    generation: int
+    macrobatch: int
+
+
+place: ContextVar[Place | None] = ContextVar("place", default=None)
+"""Where the function that runs is called from; None outside of a call."""
 
 
 class SwappedCall:

@@ -14,6 +14,7 @@ from mok_modular.protocol.diagnosis import culprit, describe_mismatch, find_culp
 from mok_modular.protocol.errors import MoKDeadlockError, MoKPeerError, MoKSignalError, MoKTimeoutError
 from mok_modular.protocol.extension import extension
 from mok_modular.protocol.roster import roster
+from mok_modular.protocol.swap_rules import warn_of_half_swapped
 from mok_modular.protocol.trace import Trace
 from mok_modular.ranks.group import LocalGroup
 from mok_modular.swap import Swap
@@ -28,6 +29,7 @@ class HostWorkspace(SharedWorkspace):
     ) -> None:
         self.lost_signals: list[tuple[str, int, int, int]] = []  # edge, rank, destination rank or -1, index or -1
         self.num_switches = 0
+        self._told_of: set[frozenset[str]] = set()  # the swapped stages of a backward that was warned of
         self.signal_uses: set[tuple[str, str, str]] = set()  # stage, edge, wait or publish; of traced calls
         super().__init__(group, config, num_local_tokens, hidden_size, topk)
 
@@ -64,6 +66,10 @@ class HostWorkspace(SharedWorkspace):
             if (rank := max(fault["rank"], fault.get("dst_rank", -1))) >= self.num_ranks:
                 text = f"a planted fault ({fault['kind']}) is of rank {rank}, the group has {self.num_ranks} ranks"
                 return [ValueError(text) for _ in calls]
+        if calls[0].is_backward and (swapped := frozenset(calls[0].config.stages)) not in self._told_of:
+            warn_of_half_swapped(calls[0].config.stages)
+            self._told_of.add(swapped)
+        had_backward = self.has_backward
         self.has_backward |= any(call.is_backward for call in calls)
         shapes = [
             self.shape(call.num_local_experts, call.capacity_rows, call.intermediate_size, call.shared_size)
@@ -74,8 +80,12 @@ class HostWorkspace(SharedWorkspace):
         if is_mismatch_hidden(calls):
             return [MoKPeerError(describe_mismatch(calls)) for _ in calls]
         # Ranks whose calls differ run until they see it: each one's memory must hold what it works on until then.
-        for shape in shapes if any(call.agree != calls[0].agree for call in calls) else shapes[:1]:
-            self.native.reserve(shape)
+        try:
+            for shape in shapes if any(call.agree != calls[0].agree for call in calls) else shapes[:1]:
+                self._reserve(shape, calls[0])
+        except MemoryError:
+            self.has_backward = had_backward  # else a forward would ask for it
+            raise
         swap = Swap(self, calls, shapes[0].ring_rows)
         programs = [
             self._program(rank, call, shape, swap) for rank, (call, shape) in enumerate(zip(calls, shapes, strict=True))
@@ -96,8 +106,11 @@ class HostWorkspace(SharedWorkspace):
                 self.trace.end,
             )
         except Exception as error:  # out of memory or threads: some ranks may be ahead of others
+            if isinstance(error, MemoryError):
+                text = f"out of memory in the workers of a call, LocalGroup(num_workers={self.group.num_workers}) on "
+                error = MemoryError(f"{text}{self.num_ranks} ranks")
             self.failure = RuntimeError(f"{calls[0].kind}: {type(error).__name__}: {error}")
-            raise
+            raise error
         self.num_switches += result["num_switches"]
         for rank, rows in enumerate(result["stats"]):
             self._add_stats(rank, rows, "backward" if calls[rank].is_backward else "forward")

@@ -40,7 +40,7 @@ class SharedWorkspace:
         self.clear_trace()
         self.has_backward = False  # from the first backward on: room for it
         group.on_interrupt(self)
-        self.native.reserve(self.shape(num_local_experts=1, capacity_rows=self.row_block, intermediate_size=64))
+        self._reserve(self._smallest_shape())
 
     # ---- each target's own ----
 
@@ -95,6 +95,22 @@ class SharedWorkspace:
         """The Shape of csrc/layout.h for a call."""
         return self.sizes.shape(num_local_experts, capacity_rows, intermediate_size, shared_size, self.has_backward)
 
+    def _smallest_shape(self) -> Any:
+        return self.shape(num_local_experts=1, capacity_rows=self.row_block, intermediate_size=64)
+
+    def _reserve(self, shape: Any, call: Call | None = None) -> None:
+        """Makes every region large enough for `shape`, that of a call if one is given.
+
+        Raises MemoryError (torch.OutOfMemoryError on a GPU) with the bytes and the arguments that ask for them; the
+        workspace is what it was then.
+        """
+        try:
+            self.native.reserve(shape)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            text = self.sizes.explain_memory(shape, is_of_call=call is not None)
+            reason = str(error).partition("\n")[0]
+            raise type(error)(text if reason == "std::bad_alloc" else f"{text} ({reason})") from error
+
     def grow(self, num_tokens: int) -> None:
         """Room for more tokens a rank; regions move, and none holds anything between calls."""
         old = self.num_local_tokens
@@ -102,8 +118,8 @@ class SharedWorkspace:
             return
         self.num_local_tokens = num_tokens
         try:
-            self.native.reserve(self.shape(num_local_experts=1, capacity_rows=self.row_block, intermediate_size=64))
-        except MemoryError:
+            self._reserve(self._smallest_shape())
+        except BaseException:
             self.num_local_tokens = old
             raise
 
@@ -128,6 +144,7 @@ class SharedWorkspace:
             {name: tensor.data_ptr() for name, tensor in call.schedule.items() if tensor.numel()},
             {name: tensor.data_ptr() for name, tensor in call.tensors.items() if tensor.numel()},
             call.swiglu_limit,
+            call.schedule["token_row"].numel() // self.num_ranks if call.schedule else 0,
         )
         for launch, arguments in zip(in_order, kernel_arguments(in_order), strict=True):
             num_workers, num_comm_workers = self._num_workers(call, launch)

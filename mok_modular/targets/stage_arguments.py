@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,18 +39,38 @@ def segment_tables(segment_start: Tensor, segment_num_rows: Tensor, row_block: i
     }
 
 
-def check_bfloat16(**tensors: Tensor) -> torch.device:
-    """Where the tensors are: on the CPU or one GPU.
+def check_devices(**arguments: Any) -> torch.device:
+    """The device of a launch: all tensors of its arguments are on the CPU or on one GPU; those of integers and bools
+    (tables, masks, numbers of rows) may be on the CPU either way. Arguments may be sequences of tensors, or of tables
+    that hold some.
 
-    Raises TypeError or ValueError that names the argument: kernels take bfloat16 tensors there.
+    Raises ValueError that names the argument: a kernel would read an address of another device.
     """
-    device = next(iter(tensors.values())).device
+    found = [each for name, value in arguments.items() for each in _named_tensors(name, value)]
+    device = next((tensor.device for _, tensor in found), torch.device("cpu"))
+    for name, tensor in found:
+        is_table = not tensor.is_floating_point() and tensor.device.type == "cpu"
+        if tensor.device.type not in ("cpu", "cuda") or (tensor.device != device and not is_table):
+            raise ValueError(f"{name} must be on the CPU or on one GPU with the other arguments, got {tensor.device}")
+    return device
+
+
+def _named_tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Sequence):
+        for i, each in enumerate(value):
+            yield from _named_tensors(f"{name}[{i}]", each)
+    elif hasattr(value, "__dict__"):
+        for field, each in vars(value).items():
+            yield from _named_tensors(f"{name}.{field}", each)
+
+
+def check_bfloat16(**tensors: Tensor) -> None:
+    """Raises TypeError that names the argument unless kernels take its dtype."""
     for name, tensor in tensors.items():
         if tensor.dtype != torch.bfloat16:
             raise TypeError(f"{name} must be torch.bfloat16 for the kernel, got {tensor.dtype}")
-        if tensor.device.type not in ("cpu", "cuda") or tensor.device != device:
-            raise ValueError(f"{name} must be on the CPU or on one GPU with the other arguments, got {tensor.device}")
-    return device
 
 
 def check_float32(name: str, tensor: Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mok_modular.protocol.checks import is_same_device
 from mok_modular.ranks.group import LocalGroup
 from mok_modular.targets.cuda.stage import CudaStageRun
 from mok_modular.targets.host_stage import HostStageRun
@@ -30,8 +31,7 @@ def open_run(
     if device.type != "cpu" and sizes.get("kind", "forward") != "forward":
         raise ValueError(f"{stage} runs alone on the CPU only, as a backward does; the arguments are on {device}")
     group = group or LocalGroup(len(tables), device="cpu" if device.type == "cpu" else str(device))
-    given = torch.device(group.device)
-    if given.type != device.type or (given.index or 0) != (device.index or 0):
+    if not is_same_device(torch.device(group.device), device):
         raise ValueError(f"group must be where the arguments are, on {device}, got {group.device}")
     if device.type == "cpu":
         return HostStageRun(stage, tables, group=group, **sizes)

@@ -77,6 +77,7 @@ def test_accepted(options: dict[str, Any]) -> None:
         ({"minibatch_size": 4096, "macrobatch_size": 6144}, ["macrobatch_size", "6144", "4096"]),
         ({"minibatch_size": 4096, "macrobatch_size": 2048}, ["macrobatch_size", "2048", "4096"]),
         ({"macrobatch_size": -4096}, ["macrobatch_size", "-4096"]),
+        ({"minibatch_size": 2**31, "macrobatch_size": 2**31}, ["macrobatch_size", "2147483648"]),
         ({"row_block": 64}, ["row_block", "64", "128, 256"]),
         ({"dispatch": "pul"}, ["dispatch", "'pul'", "'pull'", "'push'"]),
         ({"combine": "both"}, ["combine", "'both'", "'push'", "'pull'"]),

@@ -128,12 +128,12 @@ def test_deterministic_algorithms() -> None:
         ("ids", lambda ids: None, TypeError, ["expert_ids must be a tensor of two dimensions", "NoneType"]),
         ("weights", lambda w: w[0], ValueError, ["router_weights must be a tensor of two dimensions", "[2]"]),
         ("x", lambda x: x[:9], ValueError, ["x has 9 tokens", "10"]),
-        ("ids", lambda ids: ids.short(), TypeError, ["torch.int32 or torch.int64", "torch.int16"]),
-        ("ids", lambda ids: ids.float(), TypeError, ["torch.int32 or torch.int64", "torch.float32"]),
-        ("ids", lambda ids: ids.clamp(max=6) + 2, ValueError, ["ids out of range", "0..7"]),
+        ("ids", lambda ids: ids.short(), TypeError, ["expert_ids must be torch.int32 or torch.int64", "torch.int16"]),
+        ("ids", lambda ids: ids.float(), TypeError, ["expert_ids must be torch.int32 or torch.int64", "torch.float32"]),
+        ("ids", lambda ids: ids.clamp(max=6) + 2, ValueError, ["expert_ids holds ", "ids out of range", "0..7"]),
         ("ids", lambda ids: ids * 0 - 2, ValueError, ["20 ids out of range", "-1 (no route)"]),
         ("ids", lambda ids: ids + 2**32, ValueError, ["20 ids out of range"]),
-        ("ids", lambda ids: ids[:, :1], ValueError, ["K = 2", "[10, 1]"]),
+        ("ids", lambda ids: ids[:, :1], ValueError, ["expert_ids must be [T, K]", "K = 2", "[10, 1]"]),
         ("ids", lambda ids: ids[:9], ValueError, ["x has 10 tokens", "9"]),
         ("weights", lambda w: w.double(), TypeError, ["router_weights", "torch.float32", "torch.float64"]),
         ("weights", lambda w: w[:, :1], ValueError, ["router_weights", "[10, 2]", "[10, 1]"]),
@@ -241,8 +241,10 @@ def test_largest_t_is_agreed_on_in_the_first_call() -> None:
 
     for num_local_tokens, text in LocalGroup(2).run(step):
         assert num_local_tokens == 30
-        assert "top_experts has 90 tokens" in text
-        assert "num_local_tokens = 30" in text
+        assert text.endswith(
+            "expert_ids has 90 tokens, the workspace has room for num_local_tokens = 30; call "
+            "layer.workspace.grow(90) on every rank, with the largest number of any rank"
+        )
 
 
 def test_layers_share_a_workspace_and_interleave() -> None:

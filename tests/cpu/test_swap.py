@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +46,7 @@ def workload() -> Workload:
 
 
 def counted(function: Callable[..., Any], calls: list[str], name: str) -> Callable[..., Any]:
+    @functools.wraps(function)
     def f(*args: Any, **kwargs: Any) -> Any:
         calls.append(name)
         return function(*args, **kwargs)

@@ -87,7 +87,7 @@ def test_a_schedule_of_another_ring_is_refused(other: dict[str, int]) -> None:
         schedule = build(workload, workspace_for(workload, member, other_config), other_config)
         forward(workload, workspace_for(workload, member, config), config, schedule)
 
-    with pytest.raises(ValueError, match="built for another row block, ring or number of ranks"):
+    with pytest.raises(ValueError, match="built for another row block, ring, dispatch or number of ranks"):
         LocalGroup(2).run(step)
 
 

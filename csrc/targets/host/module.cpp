@@ -42,7 +42,7 @@ T* take(const Pointers& pointers, const char* name) {
   return found == pointers.end() ? nullptr : reinterpret_cast<T*>(found->second);
 }
 
-Schedule make_schedule(const Pointers& p) {
+Schedule make_schedule(const Pointers& p, int32 token_row_stride) {
   Schedule s;
   s.peer_rank = take<int32>(p, "peer_rank");
   s.peer_token_idx = take<int32>(p, "peer_token_idx");
@@ -56,6 +56,7 @@ Schedule make_schedule(const Pointers& p) {
   s.route_row = take<int32>(p, "route_row");
   s.sorted_route = take<int32>(p, "sorted_route");
   s.token_row = take<int32>(p, "token_row");
+  s.token_row_stride = token_row_stride;
   return s;
 }
 
@@ -266,6 +267,7 @@ void bind_shape(nb::module_& m) {
       .def_rw("has_backward", &Shape::has_backward)
       .def_rw("is_mxfp8", &Shape::has_mxfp8_operands)
       .def_rw("is_mxfp8_wire", &Shape::has_mxfp8_wire)
+      .def_prop_ro("num_experts", &Shape::num_experts)
       .def_prop_ro("max_generations", &Shape::max_generations)
       .def_prop_ro("max_windows", &Shape::max_windows)
       .def("region_bytes", [](const Shape& s) {
@@ -282,7 +284,7 @@ void bind_program(nb::module_& m) {
           "__init__",
           [](RankProgram* self, const std::string& kind, const Shape& shape, int rank, int num_tokens,
              unsigned fingerprint, const std::vector<unsigned>& groups, const Pointers& schedule,
-             const Pointers& tensors, nb::object swiglu_limit) {
+             const Pointers& tensors, nb::object swiglu_limit, int32 token_row_stride) {
             new (self) RankProgram();
             Call& call = self->call;
             call.kind = call_kind_by_name(kind);
@@ -292,13 +294,13 @@ void bind_program(nb::module_& m) {
             call.num_tokens = num_tokens;
             call.fingerprint = fingerprint;
             for (const unsigned group : groups) call.add_group(group);
-            call.schedule = make_schedule(schedule);
+            call.schedule = make_schedule(schedule, token_row_stride);
             call.tensors = make_tensors(tensors);
             call.has_swiglu_limit = !swiglu_limit.is_none();
             if (call.has_swiglu_limit) call.swiglu_limit = nb::cast<float>(swiglu_limit);
           },
           "kind"_a, "shape"_a, "rank"_a, "num_tokens"_a, "fingerprint"_a, "groups"_a, "schedule"_a, "tensors"_a,
-          "swiglu_limit"_a.none())
+          "swiglu_limit"_a.none(), "token_row_stride"_a = 0)
       .def(
           "add_launch",
           [](RankProgram& self, const std::string& name, unsigned group, const std::string& stage, int generation,

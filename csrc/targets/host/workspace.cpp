@@ -32,17 +32,24 @@ void Workspace::reserve(const Shape& shape) {
   const auto counters = [](const Shape& s) { return std::pair(bank_size(false, s), bank_size(true, s)); };
   const bool is_moved = counters(shape) != counters(shape_) ||
                         counter_offset(Edge::tickets, 0, shape) != counter_offset(Edge::tickets, 0, shape_);
+  // All of it or nothing: where memory runs out, the workspace stays as it is.
+  std::vector<Memory> grown(memory_.size());
+  for (int rank = 0; rank < num_ranks_; ++rank)
+    for (int i = 0; i < kNumRegions; ++i) {
+      const auto bytes = static_cast<std::size_t>(region_bytes(static_cast<Region>(i), shape));
+      if (bytes <= memory(rank, static_cast<Region>(i)).num_bytes) continue;
+      Memory& m = grown[static_cast<std::size_t>(rank * kNumRegions + i)];
+      m.data.reset(new char[bytes + kAlignment]);
+      m.num_bytes = bytes;
+    }
   for (int rank = 0; rank < num_ranks_; ++rank) {
     for (int i = 0; i < kNumRegions; ++i) {
       const auto region = static_cast<Region>(i);
-      const auto bytes = static_cast<std::size_t>(region_bytes(region, shape));
-      Memory& m = memory(rank, region);
-      if (bytes > m.num_bytes) {
-        m.data.reset(new char[bytes + kAlignment]);
-        m.num_bytes = bytes;
-        if (holds_words(region) || bytes < kMaxPoisonBytes)
-          std::memset(m.data.get(), holds_words(region) ? 0 : 0xff, bytes + kAlignment);
-      }
+      Memory& m = grown[static_cast<std::size_t>(rank * kNumRegions + i)];
+      if (!m.data) continue;
+      if (holds_words(region) || m.num_bytes < kMaxPoisonBytes)
+        std::memset(m.data.get(), holds_words(region) ? 0 : 0xff, m.num_bytes + kAlignment);
+      memory(rank, region) = std::move(m);
     }
     if (is_moved && memory(rank, Region::counters).data)
       std::memset(memory(rank, Region::counters).data.get(), 0, memory(rank, Region::counters).num_bytes + kAlignment);

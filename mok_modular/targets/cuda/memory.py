@@ -32,28 +32,42 @@ class CudaMemory:
         self.layout = 0  # counts the times that regions or counters moved
 
     def reserve(self, shape: Any) -> None:
-        """Makes every region large enough; see Workspace::reserve in csrc/targets/host."""
-        is_changed = False
-        for regions in self.regions.values():
-            for name, num_bytes in shape.region_bytes().items():
-                if num_bytes > regions.get(name, NOTHING).numel():
-                    if torch.cuda.is_current_stream_capturing():
-                        raise RuntimeError(
-                            f"the workspace must grow for this call (region {name}): make one such call before a CUDA "
-                            "graph is captured"
-                        )
-                    fill = 0 if name in ZEROED else 0xFF
-                    regions[name] = torch.full((num_bytes,), fill, dtype=torch.uint8, device=self.device)
-                    is_changed = True
+        """Makes every region large enough; see Workspace::reserve in csrc/targets/host.
+
+        Raises torch.OutOfMemoryError; the next reserve of a shape for which there is room works.
+        """
+        growing = [
+            (regions, name, num_bytes)
+            for regions in self.regions.values()
+            for name, num_bytes in shape.region_bytes().items()
+            if num_bytes > regions.get(name, NOTHING).numel()
+        ]
+        if growing:
+            self._begin_growth(growing[0][1])
+        for regions, name, num_bytes in growing:
+            fill = 0 if name in ZEROED else 0xFF
+            regions[name] = torch.full((num_bytes,), fill, dtype=torch.uint8, device=self.device)
         counters_of = (shape.region_bytes()["counters"], shape.capacity_rows, shape.ring_rows, shape.minibatch)
         if counters_of != self._counters_of:  # they stand at other offsets now
             for regions in self.regions.values():
                 regions["counters"].zero_()
             self._counters_of = counters_of
             self.layout += 1
-        if is_changed or not self.tables:
+        if not self.tables:
             self._make_tables(shape)
-            self.layout += 1
+            torch.cuda.synchronize(self.device)  # the next call may be on another stream
+
+    def _begin_growth(self, name: str) -> None:
+        """Before regions are replaced, the first of which is `name`: kernels on any stream may still use them, and
+        launches packed so far are void."""
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"the workspace must grow for this call (region {name}): make one such call before a CUDA graph is "
+                "captured"
+            )
+        torch.cuda.synchronize(self.device)
+        self.tables = []
+        self.layout += 1
 
     def _make_tables(self, shape: Any) -> None:
         names = extension().region_names()

@@ -1,23 +1,20 @@
-"""Run-time compilation of the device sources with NVRTC, and its cache.
+"""Run-time compilation of the device sources with NVRTC.
 
 No CUDA toolkit and no GPU are needed: the wheels nvidia-cuda-nvrtc and cuda-bindings suffice. A compiled kernel is
-kept under `cache_dir()` in a file whose name is a hash of everything that decides its bits: the sources below
-csrc/, the options, and the compiler's version.
+kept (kernel_cache.py) in a file whose name is a hash of everything that decides its bits: the sources below csrc/, the
+options, and the compiler's version.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import os
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mok_modular.protocol.extension import source_dir, source_hash
+from mok_modular.targets.cuda.kernel_cache import find_or_build
 
 NEEDS = "pip install 'mok-modular[cuda]' brings the wheels cuda-python and nvidia-cuda-nvrtc"
 
@@ -43,14 +40,6 @@ class Cubin:
     log: str
     path: Path
     is_from_cache: bool
-
-
-def cache_dir() -> Path:
-    """$MOK_CACHE_DIR, or mok_modular under the user's cache folder."""
-    if os.environ.get("MOK_CACHE_DIR"):
-        return Path(os.environ["MOK_CACHE_DIR"])
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "mok_modular"
 
 
 def compile_options(arch: str, defines: tuple[str, ...]) -> list[str]:
@@ -81,18 +70,11 @@ def compile_kernel(arch: str, kernel: Kernel, target_defines: tuple[str, ...]) -
 
 def cached(stem: str, key: Sequence[str], build: Callable[[], tuple[bytes, str]]) -> Cubin:
     """The result of `build()` (code and log) for this `key`, the sources as they are and this compiler, from the cache
-    where it is. `build` runs under the lock of this result, so it must not ask for it itself."""
+    where it is. `build` runs under the lock of this result, so it must not ask for it itself. Raises
+    kernel_cache.CacheError."""
     whole_key = "\0".join([source_hash(source_dir()), nvrtc_version(), *key])
-    path = cache_dir() / f"{stem}-{hashlib.sha256(whole_key.encode()).hexdigest()[:24]}.cubin"
-    found = _read(path)
-    if found is None:
-        with _lock(path.with_suffix(".lock")):  # one process of a node compiles it, the others find its result
-            found = _read(path)
-            if found is None:
-                data, log = build()
-                _write(path, data, log)
-                return Cubin(data, log, path, is_from_cache=False)
-    return Cubin(found[0], found[1], path, is_from_cache=True)
+    name = f"{stem}-{hashlib.sha256(whole_key.encode()).hexdigest()[:24]}.cubin"
+    return Cubin(*find_or_build(name, build))
 
 
 def nvrtc_version() -> str:
@@ -139,39 +121,3 @@ def compile_source(
         return data, text_log
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-
-
-def _read(path: Path) -> tuple[bytes, str] | None:
-    """Code and log of a cache file, None where it is missing or damaged: then it is compiled again."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    digest, _, rest = content.partition(b"\n")
-    if hashlib.sha256(rest).hexdigest().encode() != digest:
-        return None
-    num_log, _, body = rest.partition(b"\n")
-    return body[int(num_log) :], body[: int(num_log)].decode()
-
-
-def _write(path: Path, data: bytes, log: str) -> None:
-    """Atomically: a reader sees the whole file or none."""
-    text = log.encode()
-    rest = str(len(text)).encode() + b"\n" + text + data
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -123,9 +123,6 @@ class ProcessWorkspace(CudaWorkspace):
     def key(self) -> Any:
         return self._number
 
-    def _smallest_shape(self) -> Any:
-        return self.shape(num_local_experts=1, capacity_rows=self.row_block, intermediate_size=64)
-
     def _handshake(self) -> None:
         """Tests signals between all pairs; the words that it leaves are where calls start from."""
         (rank,) = self.ranks

@@ -34,9 +34,16 @@ class ProcessMemory(CudaMemory):
             for name in extension().symmetric_regions(shape)
             if shape.region_bytes()[name] > (own[name].numel() if name in own else 0)
         }
-        if wanted:
-            self._grow(wanted)
-        super().reserve(shape)
+        if not wanted:
+            super().reserve(shape)
+            return
+        self._grow(wanted)
+        error: Exception | None = None
+        try:
+            super().reserve(shape)
+        except Exception as caught:
+            error = caught
+        self._ranks.exchange("local memory", error, self._timeout_s)
 
     def address(self, rank: int, name: str) -> int:
         if rank == self._rank:
@@ -45,7 +52,7 @@ class ProcessMemory(CudaMemory):
 
     def _grow(self, wanted: Mapping[str, int]) -> None:
         own = self.regions[self._rank]
-        torch.cuda.synchronize(self.device)  # nothing of this rank uses what is dropped
+        self._begin_growth(min(wanted))
         for name in wanted:
             own.pop(name, None)
         asked = self._ranks.exchange("memory", (sorted(wanted.items()), self._runtime.dropped()), self._timeout_s)
@@ -65,9 +72,13 @@ class ProcessMemory(CudaMemory):
                 torch.cuda.synchronize()
         except Exception as caught:
             error = caught
-        self.tables = []
         unreachable = [rank for rank in range(self.num_ranks) if any(not peers[rank] for peers in self._peers.values())]
-        everybody = self._ranks.exchange("memory", error if error is not None else unreachable, self._timeout_s)
+        try:
+            everybody = self._ranks.exchange("memory", error if error is not None else unreachable, self._timeout_s)
+        except Exception:
+            for name in wanted:  # the same on every rank, so that all make them again together
+                own.pop(name, None)
+            raise
         pairs = [f"{rank} -> {peer}" for rank, peers in enumerate(everybody) for peer in peers]
         if pairs:
             raise RuntimeError(

@@ -102,7 +102,7 @@ class CudaWorkspace(Launcher, SharedWorkspace):
 
     def reset(self) -> list[None]:
         torch.cuda.synchronize(self.torch_device)
-        self.native.reset(self.shape(num_local_experts=1, capacity_rows=self.row_block, intermediate_size=64))
+        self.native.reset(self._smallest_shape())
         self.failure = None
         return [None] * self.num_ranks
 
@@ -128,8 +128,8 @@ class CudaWorkspace(Launcher, SharedWorkspace):
         for rank, failure in zip(self.ranks, failures, strict=True):
             if failure["num_invalid_ids"]:
                 error = ValueError(
-                    f"top_experts of rank {rank} held {failure['num_invalid_ids']} ids out of range in an earlier "
-                    "call; they were taken as -1 (no route)"
+                    f"top_experts (expert_ids of a layer) of rank {rank} held {failure['num_invalid_ids']} ids out of "
+                    "range in an earlier call; they were taken as -1 (no route)"
                 )
         waits = open_waits(failures)
         for failure in failures:
@@ -162,6 +162,12 @@ class CudaWorkspace(Launcher, SharedWorkspace):
         layout, steps = self._packed.get(key, (-1, []))
         with torch.cuda.device(self.torch_device):
             self.device.make_current()
+            # One rank launches for all: behind what each has enqueued on its own stream, before what comes there next.
+            main = torch.cuda.current_stream()
+            others = [call.stream for call in calls if call.stream is not None and call.stream != main]
+            for stream in others:
+                main.wait_stream(stream)
+            self._wait_for_last_call(main)  # before counters may be cleared on this stream
             if layout != self.native.layout:
                 try:
                     check_plan(config, self.device.arch)
@@ -177,12 +183,6 @@ class CudaWorkspace(Launcher, SharedWorkspace):
                     if len(self._packed) >= MAX_PACKED:
                         self._packed.clear()
                     self._packed[key] = self.native.layout, steps
-            # One rank launches for all: behind what each has enqueued on its own stream, before what comes there next.
-            main = torch.cuda.current_stream()
-            others = [call.stream for call in calls if call.stream is not None and call.stream != main]
-            for stream in others:
-                main.wait_stream(stream)
-            self._wait_for_last_call(main)
             if config.trace:
                 self._begin_trace(calls[0].kind, steps)
             self._enqueue(steps, main, self._side_stream(config, calls[0].kind))
@@ -219,7 +219,7 @@ class CudaWorkspace(Launcher, SharedWorkspace):
         first = calls[0]
         config = first.config
         shape = self.shape(first.num_local_experts, first.capacity_rows, first.intermediate_size, first.shared_size)
-        self.native.reserve(shape)
+        self._reserve(shape, first)
         programs = [self._program(rank, call, shape) for rank, call in zip(self.ranks, calls, strict=True)]
         call_set = self._pack_calls(programs, config.timeout_s, config.start_timeout_s)
         maps = b""
