@@ -6,7 +6,7 @@
 // makes no remote write, overwrites nothing published and sends no signal for the rest of the call.
 #pragma once
 
-#include "layout.h"
+#include "call.h"
 
 namespace mok {
 

@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "stages/matrices.h"
 #include "targets/host/runtime.h"
 
 namespace nb = nanobind;
@@ -80,12 +81,18 @@ void bind_cuda(nb::module_& m) {
         return to_bytes(launch);
       },
       "program"_a, "index"_a, "num_comm_ctas"_a = 0, "has_experts_in_turn"_a = false);
+  m.def("forward_matrices", [] {
+    nb::list names;
+    for (int i = 0; i < kNumForwardMatrices; ++i) names.append(forward_matrix_name(i));
+    return names;
+  });
   m.def("unpack_failure", &unpack_failure, "failure"_a);
   m.def("struct_sizes", [] {
     nb::dict d;
     d["CallSet"] = sizeof(CallSet);
     d["Launch"] = sizeof(Launch);
     d["Failure"] = sizeof(Failure);
+    d["Maps"] = std::size_t{128} * kMaxLocalRanks * kNumForwardMatrices;  // of the kernels of a forward
     return d;
   });
   m.def(

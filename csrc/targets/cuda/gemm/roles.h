@@ -60,7 +60,7 @@ class Roles {
  private:
   static constexpr bool kHasPrologue = kGroup == kWholeForward;
   static constexpr int kNumHelpers = Arch::kThreads - kRoleThreads;
-  static constexpr bool kHasComm = holds(kGroup, Stage::dispatch) || holds(kGroup, Stage::combine);
+  static constexpr bool kHasComm = (kGroup & stages_of(Work::copy)) != 0;
 
   // ---- CTAs and who leaves ----
 
