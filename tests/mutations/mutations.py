@@ -252,9 +252,9 @@ MUTATIONS = [
         CPU + "test_swap_backward.py -k one_carry",
     ),
     Mutation(
-        "csrc/targets/host/workspace.cpp",
-        "words[word_offset(Edge::done, parity, src, shape_)] = agreed.call;",
-        "words[word_offset(Edge::done, parity, src, shape_)] = 0;",
+        "csrc/protocol/signals.h",
+        "words[word_offset(Edge::done, parity, src, s)] = epochs.call;",
+        "words[word_offset(Edge::done, parity, src, s)] = 0;",
         CPU + "test_protocol_errors.py -k reset",
     ),
     Mutation(
