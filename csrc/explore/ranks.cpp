@@ -190,7 +190,8 @@ Call& Ranks::begin_call(int rank, CallKind kind, const std::vector<LaunchRow>& l
   call.schedule = Schedule{r.peer_rank.data(),         r.peer_token_idx.data(),   r.segment_start.data(),
                            r.segment_num_rows.data(),  r.row_block_expert.data(), r.window_start.data(),
                            r.generation_window.data(), r.counts.data(),           r.route_rank.data(),
-                           r.route_row.data(),         r.sorted_route.data(),     r.token_row.data()};
+                           r.route_row.data(),         r.sorted_route.data(),     r.token_row.data(),
+                           shape_.max_tokens};
   if (kind == CallKind::schedule) return call;
   const bool is_in_place = is_zero_copy_ && !call.is_backward();
   call.tensors.x = is_in_place ? call.at<bf16>(Region::x) : tensor<bf16>(call_idx, rank, 5);
