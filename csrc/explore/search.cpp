@@ -1,4 +1,4 @@
-// Breadth-first search through all interleavings of a skeleton, with state hashing.
+// Breadth-first search through all interleavings of a model, with state hashing.
 //
 // Partial-order reduction: an action that nothing can disturb, whatever the others do before it, is done at once
 // (it is a persistent set of its own). What the others can do before it is found by letting them run as far as they get
@@ -10,7 +10,7 @@
 
 #include "explore/model.h"
 
-namespace mok::explore {
+namespace mok_explore {
 namespace {
 
 using Cell = std::uint16_t;
@@ -187,8 +187,15 @@ class Search {
         word(s, object) = static_cast<Cell>(word(s, object) + a.value);
         return true;
       case Op::arrive:
-        word(s, object) = static_cast<Cell>(word(s, object) + 1);
+        word(s, object) = static_cast<Cell>(word(s, object) + a.count);
         if (word(s, object) != a.value) pc(s, p) = static_cast<Cell>(at + 1 + a.skip);
+        return true;
+      case Op::role:
+        if (word(s, object) > 30 || !(a.value >> word(s, object) & 1)) pc(s, p) = static_cast<Cell>(at + 1 + a.skip);
+        word(s, object) = static_cast<Cell>(word(s, object) + 1);
+        return true;
+      case Op::jump:
+        pc(s, p) = static_cast<Cell>(at + 1 + a.skip);
         return true;
       case Op::write:
         cell(s, object) = mode(s, p) & (kTainted | kPoisoned) ? kGarbage : static_cast<Cell>(a.value);
@@ -255,6 +262,7 @@ class Search {
       case Op::leave:
       case Op::finish:
       case Op::reset:
+      case Op::jump:
         return true;
       case Op::draw:
         return is_mine_aborted || !can_abort;
@@ -274,6 +282,7 @@ class Search {
         });
       }
       case Op::arrive:
+      case Op::role:
         return !can_happen(s, p,
                            [&](const Action& b) { return b.object == a.object && (changes(b) || is_wait(b.op)); });
       case Op::read:
@@ -284,38 +293,48 @@ class Search {
     }
     return false;
   }
-  static bool changes(const Action& b) { return b.op == Op::set || b.op == Op::add || b.op == Op::arrive; }
+  static int added(const Action& a) { return a.op == Op::arrive || a.op == Op::role ? a.count : a.value; }
+  static bool changes(const Action& b) {
+    return b.op == Op::set || b.op == Op::add || b.op == Op::arrive || b.op == Op::role;
+  }
   bool is_telling(const State& s) const {
     for (std::size_t p = 0; p < P_; ++p)
       if (mode(s, p) & 0xff) return true;
     return false;
   }
 
-  // Whether some other process can come to such an action while p stands still. A wait that is given up leads to the
+  // Whether some other process can come to such an action while p stands still. Of two roles it is taken to do both, and to
+  // wait in neither. A wait that is given up leads to the
   // kernel's end and on to draws that see the abort, so it adds nothing but words of launches.
   template <class F>
   bool can_happen(const State& s, std::size_t p, F&& is_asked) {
     scratch_ = s;
     State& t = scratch_;
+    std::vector<int>& free_until = free_until_;
+    free_until.assign(P_, 0);
     for (bool has_moved = true; has_moved;) {
       has_moved = false;
       for (std::size_t q = 0; q < P_; ++q) {
         if (q == p) continue;
         while (!is_done(t, q)) {
           const Action& b = next(t, q);
+          if (b.op == Op::role) free_until[q] = end_of_roles(q, pc(t, q));
+          const bool is_free = pc(t, q) < free_until[q];
           const auto object = static_cast<std::size_t>(b.object);
           if (is_asked(b)) return true;
-          if ((b.op == Op::start || b.op == Op::wait) && !is_satisfied(t, b)) break;
+          if ((b.op == Op::start || b.op == Op::wait) && !is_free && !is_satisfied(t, b)) break;
           // An exact wait is passed by over-estimate: its word may have gone through the value.
-          if (b.op == Op::wait_exact && word(t, object) < b.value) break;
+          if (b.op == Op::wait_exact && !is_free && word(t, object) < b.value) break;
           has_moved = true;
           pc(t, q) = static_cast<Cell>(pc(t, q) + 1);
           if (b.op == Op::set)
             word(t, object) = std::max(word(t, object), static_cast<Cell>(b.value));
           else if (b.op == Op::add || b.op == Op::leave)
             word(t, object) = static_cast<Cell>(word(t, object) + b.value);
-          else if (b.op == Op::arrive)
-            word(t, object) = static_cast<Cell>(word(t, object) + 1);
+          else if (b.op == Op::arrive || b.op == Op::role)
+            word(t, object) = static_cast<Cell>(word(t, object) + b.count);
+          else if (b.op == Op::jump && !is_free)
+            pc(t, q) = static_cast<Cell>(pc(t, q) + b.skip);
           else if (b.op == Op::reset)
             for (const auto& [w, value] : m_.reset_words)
               word(t, static_cast<std::size_t>(w)) = static_cast<Cell>(value);
@@ -323,6 +342,13 @@ class Search {
       }
     }
     return false;
+  }
+
+  // The end of what the two roles do that an action chooses from.
+  int end_of_roles(std::size_t q, int at) const {
+    const std::vector<Action>& actions = m_.processes[q].actions;
+    const int jump = at + actions[static_cast<std::size_t>(at)].skip;
+    return jump + 1 + actions[static_cast<std::size_t>(jump)].skip;
   }
 
   // ---- what is told ----
@@ -422,14 +448,13 @@ class Search {
       for (std::size_t j = 0; j < i && have < a.value; ++j) {
         const Action& b = action(j);
         if (b.object != a.object || !(changes(b) || b.op == Op::leave)) continue;
-        have = b.op == Op::set ? static_cast<Cell>(b.value)
-                               : static_cast<Cell>(log[j].value + (b.op == Op::arrive ? 1 : b.value));
+        have = b.op == Op::set ? static_cast<Cell>(b.value) : static_cast<Cell>(log[j].value + added(b));
         keep(j);
       }
     }
     for (std::size_t i = 0; i < log.size(); ++i) {
       const Action& a = action(i);
-      const bool is_dull = a.op == Op::start || a.op == Op::leave || a.op == Op::draw;
+      const bool is_dull = a.op == Op::start || a.op == Op::leave || a.op == Op::draw || a.op == Op::jump;
       if (!is_kept[i] || (is_dull && !log[i].telling)) continue;
       const TaskName& task = m_.tasks[static_cast<std::size_t>(a.task)];
       verdict_.story.push_back(Event{task.rank, task.call, task.text, text_of(a, log[i])});
@@ -458,8 +483,9 @@ class Search {
         return "sets " + m_.words[object] + " to " + value;
       case Op::add:
       case Op::arrive:
-        return "adds to " + m_.words[object] + ", now " +
-               std::to_string(logged.value + (a.op == Op::add ? a.value : 1));
+        return "adds to " + m_.words[object] + ", now " + std::to_string(logged.value + added(a));
+      case Op::role:
+        return "comes to the kernel, after " + std::to_string(logged.value) + " others";
       case Op::read:
         return "reads " + m_.cells[object] + ": " + version(logged.value);
       case Op::write:
@@ -488,6 +514,7 @@ class Search {
   const std::size_t P_, W_, size_;
   const bool is_reduced_;
   State initial_, scratch_;
+  std::vector<int> free_until_;
   std::vector<Parent> parents_;
   std::unordered_set<Hash, HashOfHash> visited_;
   std::string failure_;
@@ -501,4 +528,4 @@ Verdict search(const Model& model, bool is_expiry_allowed, bool is_reduced, long
   return Search(model, is_expiry_allowed, is_reduced).run(max_states);
 }
 
-}  // namespace mok::explore
+}  // namespace mok_explore

@@ -4,18 +4,8 @@
 // kernel meet inside it: swiglu in gate_up's epilogue, combine in down's store pass, and their mirror images (stages/
 // decides that from the plan). With all five, publish and the shared expert are tasks of the kernel too, and one launch
 // serves all generations; in a backward so are replay and weight gradients.
+#include "fused/stages.h"
 #include "protocol/stage_list.h"
-#include "stages/combine.h"
-#include "stages/dispatch.h"
-#include "stages/grouped_dgrad.h"
-#include "stages/grouped_gemm.h"
-#include "stages/publish.h"
-#include "stages/quantize.h"
-#include "stages/reverse_combine.h"
-#include "stages/reverse_dispatch.h"
-#include "stages/swiglu.h"
-#include "stages/swiglu_backward.h"
-#include "stages/wgrad.h"
 
 #include "targets/gemm_driver.h"
 

@@ -6,7 +6,7 @@
 // window of `minibatch` rows. Slots never move; work windows may snap to expert boundaries.
 #pragma once
 
-#include "layout.h"
+#include "call.h"
 
 namespace mok {
 

@@ -6,7 +6,7 @@
 // makes no remote write, overwrites nothing published and sends no signal for the rest of the call.
 #pragma once
 
-#include "layout.h"
+#include "call.h"
 
 namespace mok {
 
@@ -105,6 +105,15 @@ MOK_DEVICE bool all_have_come(const Args& args) {
   return true;
 }
 
+// Words across ranks as a reset to these epochs leaves them: nobody waits for a call before it. `words` are zero.
+MOK_DEVICE void reset_words(Word* words, const Epochs& epochs, const Shape& s) {
+  for (int32 src = 0; src < s.num_ranks; ++src) {
+    for (int32 parity = 0; parity < 2; ++parity) words[word_offset(Edge::done, parity, src, s)] = epochs.call;
+    words[word_offset(Edge::topk_ready, 0, src, s)] = epochs.schedule;
+    words[word_offset(Edge::input_ready, 0, src, s)] = epochs.call;
+  }
+}
+
 // Ranks whose word a worker has seen in this call: it need not look again.
 class SeenRanks {
  public:
@@ -173,13 +182,13 @@ class Signals {
 
   // Returns the count before.
   MOK_DEVICE Word add(Edge edge, int64 index, Word count = 1) {
-    if (!worker_.may_publish(edge, index, args_.call.rank)) return 0;
+    if (!worker_.may_publish(edge, index, args_.call.rank, count, 0)) return 0;
     return add_release(args_.counter(edge, index), count);
   }
   // Adds `count` and tells whether that made up `total`; then everything the others did before their
   // additions is visible here.
   MOK_DEVICE bool arrive(Edge edge, int64 index, Word total, Word count = 1) {
-    if (!worker_.may_publish(edge, index, args_.call.rank)) return false;
+    if (!worker_.may_publish(edge, index, args_.call.rank, count, total)) return false;
     const bool is_last = add_release(args_.counter(edge, index), count) + count == total;
     if (is_last) fence_acquire(args_.counter(edge, index), false);
     return is_last;
@@ -190,11 +199,11 @@ class Signals {
     fence_system();
     const int32 rank = args_.call.rank;
     for (int32 dst = 0; dst < args_.call.shape.num_ranks; ++dst)
-      if (worker_.may_publish(edge, dst, dst))
+      if (worker_.may_publish(edge, dst, dst, value, 0))
         store_signal(args_.word(edge, epoch, rank, dst), args_.word(edge, epoch, rank, rank), dst, value);
   }
   MOK_DEVICE void set_arrival(Edge edge, int64 index, int32 dst_rank) {
-    if (!worker_.may_publish(edge, index, dst_rank)) return;
+    if (!worker_.may_publish(edge, index, dst_rank, args_.call_epoch, 0)) return;
     const int32 rank = args_.call.rank;
     fence_system();
     store_signal(args_.arrival(edge, index, rank, dst_rank), args_.arrival(edge, index, rank, rank), dst_rank,

@@ -23,6 +23,13 @@ struct Task {
 
 enum class Role : int32 { any, communication, compute };
 
+// GPU: which CTAs of a launch only communicate. By arrival, since nobody knows which blocks are resident; in turns, so
+// that of any two there are both kinds. Counted by launch: a call may have several such kernels.
+MOK_DEVICE int64 role_counter(const Launch& launch) { return ticket_index(launch.launch_idx, Tickets::roles); }
+MOK_DEVICE bool only_communicates(int32 arrival, int32 num_comm_ctas) {
+  return arrival % 2 == 0 && arrival / 2 < num_comm_ctas;
+}
+
 // kMayTakeTurns: this kernel may be launched with has_experts_in_turn. Where it may not, that costs no registers.
 template <bool kMayTakeTurns>
 class TaskSequence {

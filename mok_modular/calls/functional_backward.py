@@ -38,7 +38,7 @@ class MoKDgradContext:
     shared_d_up: Tensor
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """The fields by the names of csrc/layout.h."""
+        """The fields by the names of csrc/call.h."""
         return {f"saved_{item.name}": getattr(self, item.name) for item in fields(self)}
 
 
@@ -247,7 +247,7 @@ def _empty_dgrad_context(x: Tensor, num_rows: int, intermediate_size: int, share
 def _gradient_tensors(
     workspace: Workspace, weights: dict[str, Tensor | None], main_grads: Sequence[Tensor | None] | None
 ) -> dict[str, Any]:
-    """Where the six weight gradients go, by the names of csrc/layout.h, and what becomes of them."""
+    """Where the six weight gradients go, by the names of csrc/call.h, and what becomes of them."""
     named = {
         name.replace("w_", "d_", 1): weight
         for name, weight in weights.items()

@@ -78,7 +78,7 @@ def named_weights(*weights: Any) -> dict[str, Any]:
 
 
 def context_tensors(context: MoKForwardContext) -> dict[str, Tensor]:
-    """The fields of a context by the names of csrc/layout.h."""
+    """The fields of a context by the names of csrc/call.h."""
     return {f"context_{name}": tensor for name, tensor in vars(context).items()}
 
 

@@ -1,31 +1,47 @@
-"""Every interleaving of the protocol: skeletons of sequences of calls, searched to the end.
+"""Every interleaving of the protocol: models of sequences of calls, searched to the end.
 
     for result in explore("FFBB"):                 # all plans, R = 2 with one expired wait and R = 3 without
         print(result.setup.name, result.num_states, result.verdict)
 
-A skeleton is what is left of the stages without arithmetic: waits, signals and accesses of cells that know which
-version they must find (csrc/explore/). A violation is a read that finds another version, a deadlock, or an output made
-of what was written after a false wait. Words only grow, so most actions commute with whatever the others may do; those
-are done at once, and the search branches over the rest (partial-order reduction). `is_reduced=False` branches
-everywhere.
+A model is what is left of calls without arithmetic. From the sources that were compiled come the waits and signals of
+every stage (`needs` and `publishes` of csrc/stages), what counts them, the order of tasks, what a worker does when it
+leaves a kernel, and the launches of the host target or of a GPU. Modelled (csrc/explore/) are the cells that a task
+reads and writes, and the workers. Sizes are small: a row block has one copy task and two or three tiles of a product.
+
+A violation is a read that finds another version than it must, a deadlock, or an output made of what was written after a
+false wait. Words only grow, so most actions commute with whatever the others may do; those are done at once, and the
+search branches over the rest (partial-order reduction). `is_reduced=False` branches everywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
+from mok_modular.protocol.call import Call, has_both_roles, kernel_arguments, launches
+from mok_modular.protocol.config import MoKConfig
 from mok_modular.protocol.extension import extension
 from mok_modular.protocol.plan import Plan, all_plans
+from mok_modular.targets.cuda.device import kernel_of
+from mok_modular.targets.cuda.grid import MIN_SHARED_SMS
+from mok_modular.targets.cuda.order import in_streams
 
 SEQUENCES = ("SSS", "CC", "CF", "SFSF", "FFBB", "FCB", "FRF")
 """Schedule, forward, recompute (C), backward, and R: after an abort, or without one, the workspace is reset."""
 
+KINDS = {"S": "schedule", "F": "forward", "C": "recompute_forward_context", "B": "backward"}
+"""Calls of a sequence by their letters."""
+
+GPU_CALLS = {"S", "F"}
+"""Those that a GPU has kernels for."""
+
 MAX_STATES = 20_000_000
 
 _MIDDLE = "dispatch|gate_up+swiglu+down+combine"
+FIRST_TWO = "dispatch+gate_up|swiglu+down+combine"
 
 
 @dataclass(frozen=True)
@@ -63,8 +79,9 @@ _FULL_RING = {
 
 @dataclass(frozen=True)
 class Setup:
-    """What is searched. `workers`: `one` for all kernels of a rank, `streams` one for each stream (and in a kernel of
-    all stages for each role), `tasks` one for each task."""
+    """What is searched. `workers`: `one` for all kernels of a rank, `streams` one for each stream (and in a kernel with
+    both kinds of tasks for each role), `tasks` one for each task, `ctas` a GPU's: two CTAs for each stream, of which
+    with `num_comm_sms` one only communicates, by arrival."""
 
     sequence: str
     plan: str
@@ -77,6 +94,7 @@ class Setup:
     is_zero_copy: bool = False
     fault: str = ""
     is_expiry_allowed: bool = False
+    num_comm_sms: int | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -98,7 +116,43 @@ class Setup:
             ("zero-copy input", self.is_zero_copy),
             (f"planted: {self.fault}", bool(self.fault)),
             ("one wait may expire", self.is_expiry_allowed),
+            (f"SMs for communication: {self.num_comm_sms}", self.num_comm_sms is not None),
         ]
+
+    @property
+    def config(self) -> MoKConfig:
+        """That of its calls, with rows by number of row blocks."""
+        return MoKConfig(
+            mode=self.plan,
+            dispatch="push" if self.is_push_dispatch else "pull_once" if self.is_pull_once else "pull",
+            combine="pull" if self.is_pull_combine else "push",
+            fwd_num_comm_sms=self.num_comm_sms,
+        )
+
+    def launches(self, kind: str) -> list[dict[str, Any]]:
+        """The launches of a call (`kind`: S, F, C or B) as the target makes them: LaunchRow of csrc/explore/model.h."""
+        max_blocks = max(1, *(len(blocks) for blocks in self.layout.experts))
+        shape = SimpleNamespace(max_generations=-(-max_blocks // self.layout.ring_blocks))
+        config = self.config
+        call = Call(KINDS[kind], config.plan, 0, 1, 1, {}, {}, {}, shared_size=1, is_mxfp8=self.is_mxfp8, config=config)
+        in_order = launches(call, shape)
+        rows = []
+        on_gpu = in_streams(config, call.kind, in_order, num_sms=MIN_SHARED_SMS)
+        for each, arguments in zip(on_gpu, kernel_arguments(in_order), strict=True):
+            row = asdict(arguments) | {"has_experts_in_turn": False, "num_comm_ctas": 0}
+            stages = each.launch.stages
+            row["has_roles"] = has_both_roles(each.launch, is_pull_combine=self.is_pull_combine)
+            if self.workers == "ctas":
+                kernel = kernel_of(stages, self.is_pull_combine)
+                row |= {
+                    "stream": 0 if each.is_on_side else 1,
+                    "is_join": each.is_last,
+                    "num_comm_ctas": each.num_comm_ctas,
+                    "has_experts_in_turn": each.has_experts_in_turn,
+                    "has_roles": isinstance(kernel, int) and not {"dispatch", "combine"}.isdisjoint(stages),
+                }
+            rows.append(row)
+        return rows
 
 
 @dataclass(frozen=True)
@@ -138,7 +192,7 @@ def search(setup: Setup, *, is_reduced: bool = True, max_states: int = MAX_STATE
         raise ValueError("a sequence is one or more of S, F, C, B and R, got ''")
     found: dict[str, Any] = extension().explore(
         setup.sequence,
-        list(Plan.parse(setup.plan).group_masks),
+        {kind: setup.launches(kind) for kind in set(setup.sequence) & set(KINDS)},
         setup.layout.ring_blocks,
         [list(blocks) for blocks in setup.layout.experts],
         setup.layout.source_lists(),
@@ -167,13 +221,18 @@ def search(setup: Setup, *, is_reduced: bool = True, max_states: int = MAX_STATE
 
 def setups(sequence: str, plans: Sequence[Plan] | None = None) -> Iterator[Setup]:
     """All setups of a sequence: R = 2 with at most one expired wait, R = 3 without, in every plan; forwards also with
-    push dispatch, pull combine and pull once, recomputations also with zero-copy input."""
+    push dispatch, pull combine and pull once, recomputations also with zero-copy input. Sequences of schedules and
+    forwards also in the launches of a GPU, with and without SMs for communication."""
     for plan in plans if plans is not None else all_plans():
         for num_ranks, layouts in LAYOUTS.items():
             all_workers = ("one", "streams") if num_ranks == 2 else ("one", "streams", "tasks")
             for layout in layouts:
                 for workers in all_workers:
                     yield Setup(sequence, str(plan), layout, workers, is_expiry_allowed=num_ranks == 2)
+                if set(sequence) <= GPU_CALLS:
+                    yield Setup(sequence, str(plan), layout, "ctas", num_comm_sms=1)
+            if set(sequence) <= GPU_CALLS:
+                yield Setup(sequence, str(plan), layouts[0], "ctas")
             if "B" in sequence:
                 yield Setup(sequence, str(plan), layouts[0], "tasks", is_mxfp8=True)
                 yield Setup(sequence, str(plan), layouts[0], "one", is_mxfp8=True)
@@ -212,7 +271,7 @@ PLANTED: dict[str, Setup] = {
     "recompute_without_done": Setup("CC", "split", SMALL, "tasks", fault="recompute_without_done"),
     "recompute_returns_early": Setup("CF", "split", SMALL, "tasks", is_zero_copy=True, fault="recompute_returns_early"),
     "done_without_parity": Setup("FFF", _MIDDLE, LAYOUTS[2][1], "tasks", fault="done_without_parity"),
-    "done_before_publish": Setup("CCC", _MIDDLE, LAYOUTS[2][1], "tasks", fault="done_before_publish"),
+    "done_before_publish": Setup("CCC", FIRST_TWO, LAYOUTS[2][1], "tasks", fault="done_before_publish"),
     "ring_counts_generations": Setup("F", "split", LAYOUTS[2][0], "one", fault="ring_counts_generations"),
     "macrobatch_0_does_not_wait": Setup("F", "fused", ONE_GENERATION_EACH, "tasks", fault="macrobatch_0_does_not_wait"),
     "replay_does_not_wait": Setup("FB", "fused", THREE_GENERATIONS, "tasks", fault="replay_does_not_wait"),
@@ -232,6 +291,9 @@ PLANTED: dict[str, Setup] = {
     "counts_of_another_plan": Setup("F", "fused", SMALL, "tasks", fault="counts_of_another_plan"),
     "copies_without_x_ready": Setup(
         "F", "fused", _FULL_RING[2][1], "tasks", is_pull_once=True, fault="copies_without_x_ready"
+    ),
+    "roles_counted_by_call": Setup(
+        "F", FIRST_TWO, ONE_GENERATION_EACH, "ctas", fault="roles_counted_by_call", num_comm_sms=1
     ),
 }
 """For each hole that a protocol like this can have, a setup in which it must be found."""

@@ -19,7 +19,9 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
     explore = add_parser(
         commands,
         "explore",
-        "Searches every interleaving of the protocol's skeletons, and for planted faults that it must find.",
+        "Searches every interleaving of models of calls, and for planted faults that it must find. Waits, signals, "
+        "their counts, the order of tasks and the launches come from the sources that were compiled, so an edited "
+        "stage is searched after a rebuild. Modelled are what a task reads and writes, the workers, and small sizes.",
         "mok-modular explore --sequence FFBB --plan fused",
         "mok-modular explore --fault list",
         "mok-modular explore --fault lost_signal",

@@ -79,3 +79,46 @@ def last_remote_launch(in_order: Sequence[Launch]) -> int:
     windowed = [i for i, launch in enumerate(in_order) if group_mask(launch.stages)]
     reaching = [i for i in windowed if any(stage in in_order[i].stages for stage in remote)]
     return max(reaching or windowed, default=-1)
+
+
+@dataclass(frozen=True)
+class KernelArguments:
+    """What a kernel is told of its launch (`Launch` in csrc/layout.h), and its place among the others."""
+
+    name: str
+    group: int
+    stage: str
+    generation: int
+    has_prologue: bool
+    is_last_group: bool
+    is_join: bool
+    stream: int
+
+
+def kernel_arguments(in_order: Sequence[Launch]) -> list[KernelArguments]:
+    """Those of each launch of a call."""
+    last_group = last_remote_launch(in_order)
+    return [
+        KernelArguments(
+            launch.kernel,
+            group_mask(launch.stages),
+            launch.stages[0],
+            -1 if launch.generation is None else launch.generation,
+            "publish" in launch.stages and len(launch.stages) > 1,
+            i == last_group,
+            launch.kernel == "reduce",
+            STREAMS[launch.stream],
+        )
+        for i, launch in enumerate(in_order)
+    ]
+
+
+def has_both_roles(launch: Launch, *, is_pull_combine: bool) -> bool:
+    """Whether a kernel holds communication and compute tasks: then workers of two roles may draw them."""
+    own = [
+        stage
+        for stage in launch.stages
+        if roster().has_own_tasks(stage, launch.stages, is_pull_combine=is_pull_combine)
+    ]
+    communicating = roster().communicating
+    return not communicating.isdisjoint(own) and not communicating.issuperset(own)

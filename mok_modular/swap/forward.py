@@ -17,7 +17,7 @@ WORK: Registry[Callable[[Callable[..., Any], Window], None]] = Registry()
 @WORK.add("dispatch")
 def _dispatch(function: Callable[..., Any], window: Window) -> None:
     swap, width = window.swap, window.swap.shared.hidden_size
-    # A forward without peers publishes nothing and reads the caller's own tensor (csrc/layout.h, is_input_in_place).
+    # A forward without peers publishes nothing and reads the caller's own tensor (csrc/call.h, is_input_in_place).
     is_in_place = len(swap.calls) == 1 and not window.call.is_backward
     xs = [
         call.tensors["x"] if is_in_place or call.config.wire == "mxfp8" else swap.region(r, "x", call.num_tokens, width)

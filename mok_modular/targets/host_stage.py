@@ -29,7 +29,7 @@ class HostStageRun(StageRun):
     def launch(
         self, tensors: Sequence[Mapping[str, Tensor]] | None = None, swiglu_limit: float | None = None
     ) -> list[list[dict[str, Any]]]:
-        """Runs the kernel on all ranks, with every rank's `tensors` by the names of csrc/layout.h (contiguous).
+        """Runs the kernel on all ranks, with every rank's `tensors` by the names of csrc/call.h (contiguous).
 
         Returns the statistics of the stage by rank: one dict with `num_rows`, `num_bytes`, `flops`, `busy_s`,
         `wait_s`. Raises MoKDeadlockError (on threads MoKTimeoutError) if the stage waits for something after all.

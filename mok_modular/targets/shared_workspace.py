@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mok_modular.protocol.call import STREAMS, Call, last_remote_launch, launches
+from mok_modular.protocol.call import Call, has_both_roles, kernel_arguments, launches
 from mok_modular.protocol.config import MoKConfig
 from mok_modular.protocol.extension import extension
 from mok_modular.protocol.plan import Launch, group_mask
-from mok_modular.protocol.roster import roster
 from mok_modular.protocol.sizes import Sizes
 from mok_modular.protocol.trace import Trace
 from mok_modular.swap import Swap
@@ -146,40 +146,20 @@ class SharedWorkspace:
             call.swiglu_limit,
             call.schedule["token_row"].numel() // self.num_ranks if call.schedule else 0,
         )
-        last_group = last_remote_launch(in_order)
-        for i, launch in enumerate(in_order):
+        for launch, arguments in zip(in_order, kernel_arguments(in_order), strict=True):
             num_workers, num_comm_workers = self._num_workers(call, launch)
             swapped = swap.function(rank, launch.stages, launch.generation) if swap else None
             if swapped is not None:
                 num_workers, num_comm_workers = 1, 0
-            program.add_launch(
-                launch.kernel,
-                group_mask(launch.stages),
-                launch.stages[0],
-                -1 if launch.generation is None else launch.generation,
-                "publish" in launch.stages and len(launch.stages) > 1,
-                i == last_group,
-                launch.kernel == "reduce",
-                STREAMS[launch.stream],
-                num_workers,
-                num_comm_workers,
-                swapped,
-            )
+            program.add_launch(*astuple(arguments), num_workers, num_comm_workers, swapped)
         return program
 
     def _num_workers(self, call: Call, launch: Launch) -> tuple[int, int]:
         """Workers of a kernel: (compute, communication). Roles part only where a kernel holds both kinds of
         tasks; a single worker draws both from one sequence."""
-        own = [
-            stage
-            for stage in launch.stages
-            if roster().has_own_tasks(stage, launch.stages, is_pull_combine=self.config.combine == "pull")
-        ]
-        has_comm = not roster().communicating.isdisjoint(own)
-        has_compute = not roster().communicating.issuperset(own)
         num_comm_workers = call.config.bwd_num_comm_sms if call.is_backward else call.config.fwd_num_comm_sms
         if num_comm_workers is None:
             num_comm_workers = self.group.num_workers // 2
-        if not (has_comm and has_compute):
+        if not has_both_roles(launch, is_pull_combine=self.config.combine == "pull"):
             num_comm_workers = 0
         return self.group.num_workers, num_comm_workers

@@ -96,7 +96,7 @@ def test_the_recipe_fits_the_sources(tmp_path: Path) -> None:
     files = {step.file for step in steps}
     assert len(files) <= MAX_FILES
     edited = {step.file for step in steps if step.is_edit}
-    assert {"csrc/protocol/roster.h", "csrc/fused/persistent.cu"} == edited
+    assert {"csrc/protocol/roster.h", "csrc/fused/stages.h"} == edited
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         if file in edited:

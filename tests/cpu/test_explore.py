@@ -1,17 +1,34 @@
-"""The explorer: sequences of calls end with no state left, planted faults are found, and the skeletons are those of the
-stage code: both are held against one edge table."""
+"""The explorer: sequences of calls end with no state left, planted faults are found, and so are faults in the sources
+of stages, since its models are recorded from them."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import FULL_RING, SMALL_RING, backward, build, forward, make_workload, recompute, workspace_for
+from native import ROOT, build_target
 
 from mok_modular import LocalGroup, MoKConfig, cli
-from mok_modular.cli.explore import LAYOUTS, PLANTED, SEQUENCES, SMALL, STRADDLING, Setup, explore, search, setups
+from mok_modular.cli.explore import (
+    FIRST_TWO,
+    LAYOUTS,
+    ONE_GENERATION_EACH,
+    PLANTED,
+    SEQUENCES,
+    SMALL,
+    STRADDLING,
+    Layout,
+    Setup,
+    explore,
+    search,
+    setups,
+)
 from mok_modular.protocol.extension import extension
 from mok_modular.protocol.plan import Plan, all_plans
 from mok_modular.protocol.roster import roster
@@ -70,6 +87,7 @@ def test_what_the_planted_fault_is_not(fault: str) -> None:
             "finds what call 2 wrote in macrobatch 1 instead of what call 2 wrote in macrobatch 0",
         ),
         ("writes_after_false_wait", "returns an output made of what was written after a false wait"),
+        ("roles_counted_by_call", "gate_up[0,0] waits for x_ready[0] of rank 0, call 1, has 0 and wants 1"),
         ("reset_zeroes_done", "publish waits for done[0] even of rank 0, has 0 and wants 20"),
     ],
 )
@@ -88,6 +106,15 @@ def test_reduction_changes_no_verdict(sequence: str, workers: str, is_expiry_all
     reduced, whole = search(setup), search(setup, is_reduced=False)
     assert (reduced.verdict, whole.verdict) == ("ok", "ok")
     assert reduced.num_states <= whole.num_states
+
+
+@pytest.mark.parametrize("fault", ["", "roles_counted_by_call"])
+def test_reduction_changes_no_verdict_where_roles_are_drawn(fault: str) -> None:
+    layout = Layout("two generations of one rank", ((0, 0),), (0,), ring_blocks=1)
+    setup = Setup("F", FIRST_TWO, layout, "ctas", fault=fault, num_comm_sms=1)
+    reduced, whole = search(setup), search(setup, is_reduced=False)
+    assert reduced.verdict == whole.verdict == ("violation" if fault else "ok")
+    assert 1 < reduced.num_states < whole.num_states
 
 
 @pytest.mark.parametrize("fault", ["one_id_region", "recompute_without_done", "surplus_sends_no_done", "lost_signal"])
@@ -113,7 +140,7 @@ def test_wrong_names() -> None:
         search(Setup("B", "split", SMALL))
 
 
-# ---- one edge table: skeletons and stage code ----
+# ---- one edge table: models and real runs ----
 
 
 def edge_table() -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -136,7 +163,7 @@ def real_uses(config: MoKConfig, precision: str = "bf16") -> set[tuple[str, str,
     return LocalGroup(3).run(step)[0]
 
 
-def test_stage_code_and_skeletons_use_the_same_edges() -> None:
+def test_stage_code_uses_the_same_edges() -> None:
     """Every wait and signal of the stage code, in all plans, is in the table, and every row of the table is in use."""
     table = edge_table()
     seen: set[tuple[str, str, str]] = set()
@@ -161,7 +188,7 @@ def test_stage_code_and_skeletons_use_the_same_edges() -> None:
             assert {(stage, edge) for stage in readers} <= waits, edge
 
 
-def test_skeletons_use_every_edge_of_the_table() -> None:
+def test_models_use_every_edge_of_the_table() -> None:
     used: set[str] = set()
     for plan in all_plans():
         used |= set(search(Setup("SFCB", str(plan), LAYOUTS[2][0])).edges)
@@ -169,8 +196,77 @@ def test_skeletons_use_every_edge_of_the_table() -> None:
     used |= set(search(Setup("F", "split", full, is_push_dispatch=True, is_pull_combine=True)).edges)
     used |= set(search(Setup("F", "split", full, is_pull_once=True)).edges)
     used |= set(search(Setup("FB", "split", STRADDLING)).edges)
-    # A schedule's end is the end of its process.
-    assert set(edge_table()) - used <= {"exited", "schedule_exited"}
+    assert set(edge_table()) - used == set()
+
+
+# ---- what is real in a model: launches and stages ----
+
+
+def test_launches_are_those_of_the_targets() -> None:
+    """Of a GPU with SMs for communication: copies on a stream of their own, and reduce after both."""
+    setup = Setup("F", "dispatch|gate_up+swiglu+down+combine", LAYOUTS[2][0], "ctas", num_comm_sms=1)
+    found = [(row["name"], row["stream"], row["is_join"], row["has_roles"]) for row in setup.launches("F")]
+    products = "gate_up+swiglu+down+combine"
+    generation = [("dispatch", 0, False, False), (products, 1, False, True)]
+    shared = [("shared_gate_up", 1, False, False), ("shared_down", 1, False, False)]
+    assert found == [("publish", 0, False, False), *shared, *generation, *generation, ("reduce", 1, True, False)]
+    alone = dataclasses.replace(setup, num_comm_sms=None).launches("F")
+    assert {row["stream"] for row in alone} == {1}
+    assert [row["has_experts_in_turn"] for row in alone if row["name"] == "dispatch"] == [True, True]
+    host = dataclasses.replace(setup, workers="streams").launches("F")
+    assert [row["stream"] for row in host if row["name"] == "dispatch"] == [0, 0]
+    assert [row["is_last_group"] for row in host] == [False] * 6 + [True, False]
+
+
+EDITS = {
+    "combine.h": (
+        """    free_slot(args.call, task.block, signals);
+  }
+
+  MOK_DEVICE static Cost cost(""",
+        """  }
+
+  MOK_DEVICE static Cost cost(""",
+        Setup("F", "dispatch|gate_up+swiglu|down|combine", ONE_GENERATION_EACH, "one"),
+        "dispatch[0] waits for slot_free[1] of rank 0, call 1, has 0 and wants 1",
+    ),
+    "reduce.h": (
+        "if (!signals.wait_rank_once(Edge::done, src, signals.seen_dones())) return false;",
+        "if (src < 0) return false;",
+        Setup("F", "fused", SMALL, "tasks"),
+        "and finds nothing instead of what call 1 wrote for row block 0",
+    ),
+    "grouped_gemm.h": (
+        "signals.add(is_hidden ? Edge::hidden_ready : Edge::gate_up_ready, task.block);",
+        "signals.add(Edge::hidden_ready, task.block);",
+        Setup("F", "split", SMALL, "one"),
+        "swiglu[0] waits for gate_up_ready[0] of rank 0, call 1, has 0 and wants 3",
+    ),
+}
+"""Faults in csrc/stages, built together: the lines, what they become, and a setup in which each must be found, and how
+it is told. A setup shows one of them only."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_fault_in_a_stage_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    shutil.copytree(ROOT / "tests" / "threads", tmp_path / "tests" / "threads")
+    shutil.copy(ROOT / "CMakeLists.txt", tmp_path)
+    for file, (old, new, _, _) in EDITS.items():
+        path = tmp_path / "csrc" / "stages" / file
+        assert path.read_text().count(old) == 1
+        path.write_text(path.read_text().replace(old, new))
+    built = build_target("_explore", tmp_path)
+    spec = importlib.util.spec_from_file_location("_explore", next((built / "explore").glob("_explore*")))
+    assert spec is not None and spec.loader is not None
+    edited = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(edited)
+    for _, _, setup, _ in EDITS.values():
+        assert search(setup).verdict == "ok"
+    monkeypatch.setattr("mok_modular.cli.explore.extension", lambda: edited)
+    for file, (_, _, setup, text) in EDITS.items():
+        assert text in search(setup).violation, file
 
 
 # ---- the command ----

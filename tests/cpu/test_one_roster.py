@@ -22,7 +22,6 @@ MAX_NAMES = {".py": 2, **dict.fromkeys(SUFFIXES, 5)}
 """How many names of one kind a list may hold: one statement, initializer, switch or macro; in Python one display."""
 
 LISTS = {
-    "csrc/explore/programs.cpp": "the model of the protocol is written by hand",
     "mok_modular/protocol/roster.py": "STAGES is public, and compared with the roster when that is read",
     "mok_modular/protocol/swap_rules.py": "SIGNATURES: what can be swapped, and how each function is called",
     "mok_modular/testing/choice_calls.py": "which launches take a row_block",

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from mok_modular.protocol.extension import source_dir
 from mok_modular.protocol.plan import STAGES, all_plans, group_mask
 from mok_modular.protocol.roster import roster
 from mok_modular.targets.cuda import device as cuda_device
@@ -153,6 +154,29 @@ def check_gemm(entry: str, code: str) -> None:
     # where there are stores only.
     waits = code.count("WARPGROUP.DEPBAR") - 2
     assert waits * 4 <= code.count("HGMMA"), f"{entry}: {waits} waits for {code.count('HGMMA')} HGMMA"
+
+
+# What a backward multiplies compiles too; nothing launches these kernels yet. (down_dgrad spills and takes a minute:
+# swiglu_backward is unrolled into its stores.)
+@pytest.mark.parametrize(
+    ("product", "max_spill_bytes"),
+    [("GateUpDgrad", 0), ("SharedGateUpDgrad", 0), ("DownDgrad", 414)],
+)
+def test_products_of_a_backward_compile(product: str, max_spill_bytes: int, tmp_path: Path) -> None:
+    lines = ['#include "stages/grouped_dgrad.h"', '#include "targets/gemm_driver.h"']
+    (tmp_path / "product.cu").write_text(
+        "\n".join([*lines, f"using namespace mok; MOK_GEMM_KERNEL(product, {product})"])
+    )
+    options = nvrtc.compile_options(SM_90A.name, SM_90A.defines)
+    data, log = nvrtc.compile_source(tmp_path, "product.cu", options, [source_dir()])
+    cubin = nvrtc.Cubin(data, log, tmp_path, is_from_cache=False)
+    assert not re.search(r"C75\d\d", log), "ptxas gave up a register budget or serialised the products"
+    ((entry, (registers, spilled)),) = ptxas_report(cubin).items()
+    assert registers <= MAX_REGISTERS["gemm"]
+    assert spilled <= max_spill_bytes
+    code = disassemble(cubin, tmp_path)[entry]
+    check_gemm(entry, code)
+    assert code.count("tnspB") == code.count("HGMMA"), "weights are read with their rows as k"
 
 
 def test_shared_memory_fits() -> None:

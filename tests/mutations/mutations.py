@@ -18,12 +18,12 @@ MUTATIONS = [
     # ---- Python ----
     Mutation(
         "mok_modular/protocol/plan.py",
-        "            for group in self.groups\n        ]\n        return [*first, *windows, reduce]",
-        "            for group in reversed(self.groups)\n        ]\n        return [*first, *windows, reduce]",
+        "for group in (*self.groups, *((stage,) for stage in ending))",
+        "for group in (*reversed(self.groups), *((stage,) for stage in ending))",
         CPU + "test_plan.py",
     ),
     Mutation(
-        "mok_modular/ranks/group.py",
+        "mok_modular/ranks/rounds.py",
         "(causes or others or raised)[0]",
         "(raised or causes or others)[0]",
         CPU + "test_group.py",
@@ -180,7 +180,7 @@ MUTATIONS = [
     ),
     Mutation(
         "csrc/stages/dispatch.h",
-        "wait_slot_free(call, task.block, signals) && wait_row_sources",
+        "wait_slot_free(args.call, task.block, signals) && wait_row_sources",
         "wait_row_sources",
         CPU + "test_protocol_errors.py -k slot_free",
     ),
@@ -197,9 +197,9 @@ MUTATIONS = [
         CPU + "test_explore.py -k same_edges",
     ),
     Mutation(
-        "csrc/stages/combine.h",
-        "block_macrobatch(call.shape, block), block_slot(call.shape, block)",
-        "block_macrobatch(call.shape, block), 0 * block_slot(call.shape, block)",
+        "csrc/stages/stage.h",
+        "block_slot(call.shape, block)), count);",
+        "0 * block_slot(call.shape, block)), count);",
         CPU + "test_bits.py",
     ),
     Mutation(
@@ -209,7 +209,7 @@ MUTATIONS = [
         CPU + "test_swap.py -k our_own",
     ),
     Mutation(
-        "csrc/stages/swiglu.h",
+        "csrc/numeric.h",
         "value > limit ? limit : value < -limit ? -limit : value",
         "value > limit ? limit : value",
         CPU + "test_swap.py -k our_own",
@@ -252,9 +252,9 @@ MUTATIONS = [
         CPU + "test_swap_backward.py -k one_carry",
     ),
     Mutation(
-        "csrc/targets/host/workspace.cpp",
-        "words[word_offset(Edge::done, parity, src, shape_)] = agreed.call;",
-        "words[word_offset(Edge::done, parity, src, shape_)] = 0;",
+        "csrc/protocol/signals.h",
+        "words[word_offset(Edge::done, parity, src, s)] = epochs.call;",
+        "words[word_offset(Edge::done, parity, src, s)] = 0;",
         CPU + "test_protocol_errors.py -k reset",
     ),
     Mutation(
@@ -268,6 +268,24 @@ MUTATIONS = [
         "hits_[i].fetch_add(1) == 0",
         "hits_[i].fetch_add(1) >= 0",
         CPU + "test_faults.py -k corrupted",
+    ),
+    Mutation(
+        "csrc/stages/combine.h",
+        "    free_slot(args.call, task.block, signals);",
+        "",
+        CPU + "test_explore.py -k planted_fault",
+    ),
+    Mutation(
+        "csrc/protocol/tasks.h",
+        "return arrival % 2 == 0 && arrival / 2 < num_comm_ctas;",
+        "return arrival % 2 == 0 && arrival / 2 < num_comm_ctas && arrival > 0;",
+        CPU + "test_explore.py -k planted_fault",
+    ),
+    Mutation(
+        "csrc/explore/task_actions.cpp",
+        "write(x_row(call_, block_, 0), version(block_));",
+        "",
+        CPU + "test_explore.py -k planted_fault",
     ),
     Mutation(
         "csrc/explore/search.cpp",

@@ -25,7 +25,7 @@ MOK_DEVICE void mbarrier_arrive(uint32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 // Unbounded on purpose: who arrives here is a warp of the same CTA or its TMA. What may never come is waited for by
-// the producer alone, with a limit. (A trap in this loop would cost the roles their register budgets: ptxas C7512.)
+// the scheduler alone, with a limit. (A trap in this loop would cost the roles their register budgets: ptxas C7512.)
 MOK_DEVICE void mbarrier_wait(uint32 barrier, uint32 parity) {
   asm volatile(
       "{\n"

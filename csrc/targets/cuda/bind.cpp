@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "stages/matrices.h"
 #include "targets/host/runtime.h"
 
 namespace nb = nanobind;
@@ -80,24 +81,25 @@ void bind_cuda(nb::module_& m) {
         return to_bytes(launch);
       },
       "program"_a, "index"_a, "num_comm_ctas"_a = 0, "has_experts_in_turn"_a = false);
+  m.def("forward_matrices", [] {
+    nb::list names;
+    for (int i = 0; i < kNumForwardMatrices; ++i) names.append(forward_matrix_name(i));
+    return names;
+  });
   m.def("unpack_failure", &unpack_failure, "failure"_a);
   m.def("struct_sizes", [] {
     nb::dict d;
     d["CallSet"] = sizeof(CallSet);
     d["Launch"] = sizeof(Launch);
     d["Failure"] = sizeof(Failure);
+    d["Maps"] = std::size_t{128} * kMaxLocalRanks * kNumForwardMatrices;  // of the kernels of a forward
     return d;
   });
   m.def(
       "reset_words",
       [](const Shape& shape, Word call, Word schedule) {
         std::vector<Word> words(static_cast<std::size_t>(region_bytes(Region::words, shape)) / sizeof(Word), 0);
-        for (int src = 0; src < shape.num_ranks; ++src) {
-          for (int parity = 0; parity < 2; ++parity)
-            words[static_cast<std::size_t>(word_offset(Edge::done, parity, src, shape))] = call;
-          words[static_cast<std::size_t>(word_offset(Edge::topk_ready, 0, src, shape))] = schedule;
-          words[static_cast<std::size_t>(word_offset(Edge::input_ready, 0, src, shape))] = call;
-        }
+        reset_words(words.data(), Epochs{call, schedule, 0, 0}, shape);
         return words;
       },
       "shape"_a, "call"_a, "schedule"_a, "Region words after a reset to these epochs.");

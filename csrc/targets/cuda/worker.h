@@ -104,7 +104,7 @@ class WaitingWorker {
   __device__ bool pause(const Args& args, const Wait& wait) { return waiter_.pause(args, wait); }
   __device__ void end_wait([[maybe_unused]] const Wait& wait) { MOK_TRACED(waiter_.track->wait(waiter_.task, wait);) }
   __device__ void fail(const Args& args, const Wait& wait) { waiter_.fail(args, wait); }
-  __device__ bool may_publish(Edge, int64, int32) { return true; }
+  __device__ bool may_publish(Edge, int64, int32, Word, Word) { return true; }
   SeenRanks seen_inputs, seen_dones;  // of this call
 
 #if MOK_TRACE

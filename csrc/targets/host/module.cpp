@@ -293,9 +293,7 @@ void bind_program(nb::module_& m) {
             call.rank = rank;
             call.num_tokens = num_tokens;
             call.fingerprint = fingerprint;
-            for (const unsigned group : groups)
-              for (int i = 0; i < kNumWindowed; ++i)
-                if (group >> i & 1u) call.groups[i] = group;
+            for (const unsigned group : groups) call.add_group(group);
             call.schedule = make_schedule(schedule, token_row_stride);
             call.tensors = make_tensors(tensors);
             call.has_swiglu_limit = !swiglu_limit.is_none();

@@ -53,7 +53,7 @@ void Worker::fail(const Args& args, const Wait& wait) {
   if (wait.is_satisfied()) runtime_.record_wait(*this, wait);  // else end_wait did
   runtime_.abort(Reason::mismatch, args);
 }
-bool Worker::may_publish(Edge edge, int64 index, int32 dst_rank) {
+bool Worker::may_publish(Edge edge, int64 index, int32 dst_rank, Word /*value*/, Word /*total*/) {
   if (is_traced_) published_[static_cast<int>(task_.stage)] |= 1ull << static_cast<int>(edge);
   return runtime_.may_publish(*this, edge, index, dst_rank);
 }

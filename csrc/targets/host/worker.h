@@ -87,7 +87,7 @@ class Worker {
   bool pause(const Args& args, const Wait& wait);  // false: give up
   void end_wait(const Wait& wait);
   void fail(const Args& args, const Wait& wait);  // the peer makes another call
-  bool may_publish(Edge edge, int64 index, int32 dst_rank);
+  bool may_publish(Edge edge, int64 index, int32 dst_rank, Word value, Word total);
   // The launch has a function of the caller's in place of tiles. call_out runs it; false: it failed, and the call was
   // aborted.
   bool is_swapped() const { return is_swapped_; }

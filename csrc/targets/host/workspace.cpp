@@ -102,12 +102,7 @@ void Workspace::reset() {
       const auto [data, bytes] = region(rank, name);
       if (bytes) std::memset(data, 0, bytes);
     }
-    auto* words = reinterpret_cast<Word*>(region(rank, "words").first);
-    for (int src = 0; src < num_ranks_; ++src) {
-      for (int parity = 0; parity < 2; ++parity) words[word_offset(Edge::done, parity, src, shape_)] = agreed.call;
-      words[word_offset(Edge::topk_ready, 0, src, shape_)] = agreed.schedule;
-      words[word_offset(Edge::input_ready, 0, src, shape_)] = agreed.call;
-    }
+    reset_words(reinterpret_cast<Word*>(region(rank, "words").first), agreed, shape_);
   }
 }
 

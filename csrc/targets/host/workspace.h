@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "layout.h"
+#include "call.h"
 
 namespace mok::host {
 

@@ -12,20 +12,8 @@ from mok_modular.protocol.extension import extension
 from mok_modular.targets.cuda.device import Device, Function, check, driver, encode_map
 
 MAX_LOCAL_RANKS = 8
-MATRICES = (
-    "x",
-    "ring_x",
-    "context_x",
-    "ring_hidden",
-    "shared_hidden",
-    "w_routed_gate",
-    "w_routed_up",
-    "w_routed_down",
-    "w_shared_gate",
-    "w_shared_up",
-    "w_shared_down",
-)
-"""The matrices that a product may read, in the order of `Matrix` in csrc/stages/matrices.h."""
+MAP_BYTES = 128
+"""Of a CUtensorMap."""
 
 
 class PackedLaunch:
@@ -79,13 +67,13 @@ class Launcher:
 
     def _all_maps(self, tensors: Sequence[Mapping[str, Tensor]], num_tokens: Sequence[int], shape: Any) -> bytes:
         """Those of the ranks of this process, by each one's tensors and number of tokens."""
-        size = 128
-        maps = bytearray(size * MAX_LOCAL_RANKS * len(MATRICES))
+        maps = bytearray(extension().struct_sizes()["Maps"])
+        size = len(maps) // MAX_LOCAL_RANKS  # of a rank
         for index, rank in enumerate(self.ranks):
             for i, (address, dims) in enumerate(self._matrices(rank, tensors[index], num_tokens[index], shape)):
                 if address:
-                    at = size * (index * len(MATRICES) + i)
-                    maps[at : at + size] = self._map(address, dims)
+                    at = size * index + MAP_BYTES * i
+                    maps[at : at + MAP_BYTES] = self._map(address, dims)
         return bytes(maps)
 
     def _matrices(
@@ -108,7 +96,7 @@ class Launcher:
             "w_shared_up": (_address(tensors, "w_shared_up"), (hidden, shared, 1)),
             "w_shared_down": (_address(tensors, "w_shared_down"), (shared, hidden, 1)),
         }
-        return [dims[name] if 0 not in dims[name][1] else (0, ()) for name in MATRICES]
+        return [dims[name] if 0 not in dims[name][1] else (0, ()) for name in extension().forward_matrices()]
 
     def _map(self, address: int, dims: tuple[int, ...]) -> bytes:
         """A tensor map of a K-contiguous BF16 matrix, cached."""

@@ -22,7 +22,6 @@ from mok_modular.protocol.extension import extension
 from mok_modular.ranks.process_group import ProcessRanks
 from mok_modular.targets.cuda import device as cuda_device
 from mok_modular.targets.cuda import device_library, nvrtc, nvshmem
-from mok_modular.targets.cuda import launch as cuda_launch
 from mok_modular.targets.cuda import trace as cuda_trace
 from mok_modular.targets.cuda.memory import open_waits
 from mok_modular.targets.cuda.symmetric import ProcessMemory
@@ -109,7 +108,7 @@ class ProcessWorkspace(CudaWorkspace):
         a call."""
         sizes = extension().struct_sizes()
         empty = [bytes(sizes["CallSet"]), bytes(sizes["Launch"])]
-        maps = bytes(128 * cuda_launch.MAX_LOCAL_RANKS * len(cuda_launch.MATRICES))
+        maps = bytes(sizes["Maps"])
         for function in functions:
             arguments = [*empty, maps] if function.has_maps else [*empty]
             if function.is_traced:

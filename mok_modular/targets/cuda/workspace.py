@@ -23,9 +23,10 @@ from mok_modular.protocol.errors import MoKPeerError, MoKTimeoutError
 from mok_modular.protocol.extension import extension
 from mok_modular.protocol.trace import Trace
 from mok_modular.targets.cuda.device import Function, arch_of_gpu, check_plan, get_device, kernel_of
-from mok_modular.targets.cuda.grid import Share, is_shared, num_ctas
+from mok_modular.targets.cuda.grid import num_ctas
 from mok_modular.targets.cuda.launch import MAX_LOCAL_RANKS, Launcher, PackedLaunch
 from mok_modular.targets.cuda.memory import NOTHING, CudaMemory, open_waits
+from mok_modular.targets.cuda.order import has_side_stream, in_streams
 from mok_modular.targets.cuda.trace import SINK_BYTES, TraceBuffer
 from mok_modular.targets.shared_workspace import SharedWorkspace, planted_faults
 
@@ -224,30 +225,26 @@ class CudaWorkspace(Launcher, SharedWorkspace):
         maps = b""
         if first.kind == "forward":
             maps = self._all_maps([call.tensors for call in calls], [call.num_tokens for call in calls], shape)
-        has_side = self._has_side_stream(config, first.kind)
         steps = []
-        for i, launch in enumerate(launches(first, shape)):
-            is_last, is_on_side = launch.kernel == "reduce", has_side and launch.stream == "comm"
+        for i, each in enumerate(in_streams(config, first.kind, launches(first, shape), self._num_sms(config))):
+            launch = each.launch
             function = self._function(launch.stages, config.trace)
-            # Where nothing runs beside it, a dispatch is over before its rows are used: any order will do.
-            is_alone = not has_side and launch.stages == ("dispatch",) and config.dispatch == "pull"
             arguments = [
                 call_set,
-                extension().pack_launch(programs[0], i, config.fwd_num_comm_sms or 0, is_alone),
+                extension().pack_launch(programs[0], i, each.num_comm_ctas, each.has_experts_in_turn),
             ]
             if function.has_maps:
                 arguments.append(maps)
             if function.is_traced:
                 arguments.append(bytes(SINK_BYTES))
-            share: Share = launch.stream if has_side and not is_last else "all"
-            num_sms, num_comm_sms = self._num_sms(config), config.fwd_num_comm_sms or 0
-            packed = PackedLaunch(function, arguments, num_ctas(num_sms, num_comm_sms, function.ctas_per_sm, share))
-            steps.append(_Step(launch.kernel, launch.stream, packed, is_on_side, is_last))
+            num_comm_sms = config.fwd_num_comm_sms or 0
+            grid = num_ctas(self._num_sms(config), num_comm_sms, function.ctas_per_sm, each.share)
+            packed = PackedLaunch(function, arguments, grid)
+            steps.append(_Step(launch.kernel, launch.stream, packed, each.is_on_side, each.is_last))
         return steps
 
     def _enqueue(self, steps: Sequence[_Step], main: torch.cuda.Stream, side: torch.cuda.Stream | None) -> None:
-        """Two streams where communication has SMs of its own. One launch after another in data-flow order on each: a
-        kernel waits only for kernels launched before it, so any serialisation of the two is right as well."""
+        """On the streams that `in_streams` says."""
         if side is not None:
             side.wait_stream(main)
         for step in steps:
@@ -268,12 +265,8 @@ class CudaWorkspace(Launcher, SharedWorkspace):
             self._traced = self._load_traced()
         return self._traced[kernel] if is_traced else self.functions[kernel]
 
-    def _has_side_stream(self, config: MoKConfig, kind: str) -> bool:
-        may_share = is_shared(self._num_sms(config), config.fwd_num_comm_sms)
-        return may_share and kind == "forward" and not config.plan.is_fused
-
     def _side_stream(self, config: MoKConfig, kind: str) -> torch.cuda.Stream | None:
-        if not self._has_side_stream(config, kind):
+        if not has_side_stream(config, kind, self._num_sms(config)):
             return None
         if self._side is None:
             self._side = torch.cuda.Stream(self.torch_device)

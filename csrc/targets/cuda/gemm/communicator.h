@@ -151,8 +151,8 @@ MOK_DEVICE void run_communication(const Args& args, const Launch& launch, Ticket
     if constexpr (kGroup == 0) {
       is_running = communicate_tile<Publish>(args, worker, task);
     } else if (holds(kGroup, Stage::dispatch) && task.stage == Stage::dispatch) {
-      is_running = args.call.shape.is_push_dispatch ? communicate_tile<DispatchPush>(args, worker, task)
-                                                    : communicate_tile<DispatchPull>(args, worker, task);
+      is_running = in_its_way(args.call.shape, Dispatch{},
+                              [&](auto way) { return communicate_tile<decltype(way)>(args, worker, task); });
     } else if constexpr (holds(kGroup, Stage::combine)) {
       is_running = communicate_tile<CombinePull>(args, worker, task);  // a push is in down's stores
     }

@@ -60,7 +60,7 @@ class Roles {
  private:
   static constexpr bool kHasPrologue = kGroup == kWholeForward;
   static constexpr int kNumHelpers = Arch::kThreads - kRoleThreads;
-  static constexpr bool kHasComm = holds(kGroup, Stage::dispatch) || holds(kGroup, Stage::combine);
+  static constexpr bool kHasComm = (kGroup & stages_of(Work::copy)) != 0;
 
   // ---- CTAs and who leaves ----
 
@@ -68,13 +68,11 @@ class Roles {
   MOK_DEVICE int32 num_comm_ctas() const {
     return kHasComm && Arch::kCtasPerTile == 1 ? min_of(launch_.num_comm_ctas, static_cast<int32>(gridDim.x) / 2) : 0;
   }
-  // By arrival, since nobody knows which blocks are resident; in turns, so that of any two there are both kinds.
   MOK_DEVICE bool draw_role() const {
     if (num_comm_ctas() == 0) return false;
     const Args args(set_.calls[0]);
-    const int64 counter = ticket_index(launch_.launch_idx, Tickets::roles);
-    const int32 arrival = static_cast<int32>(atomicAdd(args.counter(Edge::tickets, counter), Word{1}));
-    return arrival % 2 == 0 && arrival / 2 < num_comm_ctas();
+    Word* counter = args.counter(Edge::tickets, role_counter(launch_));
+    return only_communicates(static_cast<int32>(atomicAdd(counter, Word{1})), num_comm_ctas());
   }
   // Who leaves the kernel: publishers, and every warp that communicates.
   MOK_DEVICE int32 num_leaving() const {
