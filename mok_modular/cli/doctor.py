@@ -199,7 +199,7 @@ def _check_compiler(report: Report) -> None:
             return
     report.warn(
         "no C++ compiler on PATH; one is needed to install from source",
-        "install g++ 12 or clang++ 16, or newer",
+        "install g++ 11 or clang++ 14, or newer",
     )
 
 

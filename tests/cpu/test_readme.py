@@ -51,6 +51,19 @@ def test_python_blocks_run(tmp_path: Path) -> None:
     assert done.stdout == "[(100, 256), (101, 256), (102, 256), (103, 256)]\n"
 
 
+def test_variables_of_a_build_are_told() -> None:
+    """Those of CMake's cache and of the environment, each in a row of docs/building.md."""
+    text = (ROOT / "docs" / "building.md").read_text()
+    told = set(re.findall(r"^\| `(MOK_\w+)` \| ", text, flags=re.M))
+    there = set(re.findall(r"^set\((MOK_\w+) [^)]* CACHE ", (ROOT / "CMakeLists.txt").read_text(), flags=re.M))
+    for path in (ROOT / "mok_modular").rglob("*.py"):
+        code = path.read_text()
+        if "os.environ" in code:
+            there |= set(re.findall(r'"(MOK_[A-Z_]+)"', code))
+    there.discard("MOK_SIGNALS_NVSHMEM")  # a macro of a kernel
+    assert told == there == {"MOK_HOST_ARCH", "MOK_OPTIMIZE", "MOK_CACHE_DIR"}
+
+
 def test_python_of_swapping_runs() -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "swapping.md").read_text(), flags=re.M | re.S)
     names: dict[str, Any] = {}

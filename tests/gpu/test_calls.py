@@ -12,7 +12,7 @@ from typing import Any
 import helpers
 import pytest
 import torch
-from helpers import SMALL_RING, make_workload, same_bits
+from helpers import FULL_RING, SMALL_RING, make_workload, same_bits
 from torch import Tensor
 
 from mok_modular import LocalGroup, MoE, MoKConfig, MoKTimeoutError, broadcast_copies, functional
@@ -157,6 +157,44 @@ def test_members_on_streams_of_their_own() -> None:
 
     for first, output in LocalGroup(2, device=DEVICE).run(step):
         assert same_bits(first, output)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("dispatch", ["pull", "pull_once", "push"])
+def test_schedules_outlive_growth(dispatch: str, num_ranks: int) -> None:
+    """Also on another stream than the one that made room, and with a schedule of the larger size in between."""
+    config = MoKConfig(mode="split", dispatch=dispatch, **FULL_RING)
+    moved = make_workload([60, 23, 0, 61][:num_ranks], K=3).to(DEVICE)
+
+    def step(member: Any) -> list[Tensor]:
+        workspace = helpers.workspace_for(moved, member, config)
+        outputs = [helpers.call(moved, workspace, config)]
+        schedule = helpers.build(moved, workspace, config)
+        workspace.grow(400)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            outputs.append(helpers.forward(moved, workspace, config, schedule)[0])
+            outputs.append(helpers.call(moved, workspace, config))
+            outputs.append(helpers.forward(moved, workspace, config, schedule)[0])
+        stream.synchronize()
+        workspace.check()
+        return outputs
+
+    for first, *others in LocalGroup(num_ranks, device=DEVICE).run(step):
+        assert all(same_bits(first, output) for output in others)
+
+
+def test_a_workspace_that_does_not_fit() -> None:
+    """Bytes and arguments are told, and the workspace works as before."""
+    single = Single(make_workload([200]))
+    first = single.call()
+    with pytest.raises(torch.OutOfMemoryError, match=r"num_local_tokens=1000000000, .* needs [\d,]+ bytes on 1 rank"):
+        single.workspace.grow(1_000_000_000)
+    assert same_bits(single.call(), first)
+    single.workspace.grow(300)
+    assert same_bits(single.call(), first)
+    single.workspace.check()
 
 
 def test_two_workspaces_and_two_schedules_at_once() -> None:
