@@ -10,7 +10,6 @@ import pytest
 
 from mok_modular.targets.cuda import nvrtc
 from mok_modular.targets.cuda.arch import ARCHES, SM_90A, Arch, arch_named, arch_of
-from mok_modular.targets.cuda.device import gemm_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
@@ -61,7 +60,7 @@ def test_only_the_branches_name_a_generation() -> None:
 
 @pytest.mark.slow
 def test_a_new_generation_needs_the_listed_edits_alone(tmp_path: Path) -> None:
-    """One more folder, a branch in each of two files, an entry of the table: then the GEMM kernels compile for it."""
+    """One more folder, a branch in each of two files, an entry of the table: then a GEMM kernel compiles for it."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="compiling for a GPU needs cuda-bindings and nvidia-cuda-nvrtc")
     csrc = tmp_path / "csrc"
     shutil.copytree(CSRC, csrc)
@@ -80,7 +79,9 @@ def test_a_new_generation_needs_the_listed_edits_alone(tmp_path: Path) -> None:
         new = f"#elif defined(MOK_ARCH_SM99)\n{branch.replace('sm90', 'sm99')}"
         (csrc / file).write_text(text.replace(branch, branch + new, 1))
     defines = tuple("MOK_ARCH_SM99" if each == SM_90A.define else each for each in SM_90A.defines)
-    data, log = nvrtc.compile_source(csrc, gemm_kernel().source, nvrtc.compile_options(SM_90A.name, defines))
+    lines = ['#include "stages/grouped_gemm.h"', '#include "targets/gemm_driver.h"']
+    (csrc / "product.cu").write_text("\n".join([*lines, "using namespace mok; MOK_GEMM_KERNEL(gate_up, GateUp)"]))
+    data, log = nvrtc.compile_source(csrc, "product.cu", nvrtc.compile_options(SM_90A.name, defines))
     assert data
     assert not re.search(r"C75\d\d", log)
     with pytest.raises(nvrtc.CompileError, match="define the GPU generation"):

@@ -158,6 +158,7 @@ def check_gemm(entry: str, code: str) -> None:
 
 # What a backward multiplies compiles too; nothing launches these kernels yet. (down_dgrad spills and takes a minute:
 # swiglu_backward is unrolled into its stores.)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("product", "max_spill_bytes"),
     [("GateUpDgrad", 0), ("SharedGateUpDgrad", 0), ("DownDgrad", 414)],
