@@ -76,6 +76,7 @@ def strength_of(config: pytest.Config) -> int:
     return 3 if config.getoption("--all") else 2
 
 
+@pytest.mark.timeout(1800)  # the array of triples takes minutes
 def test_every_combination_occurs(rows: list[options.Choice], pytestconfig: pytest.Config) -> None:
     strength = strength_of(pytestconfig)
     assert all(broken_rule(row) is None for row in rows)
