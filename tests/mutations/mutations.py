@@ -106,8 +106,8 @@ MUTATIONS = [
     ),
     Mutation(
         "mok_modular/calls/workspace.py",
-        "found is None or found.num_local_tokens < num_local_tokens",
-        "found is None or found.num_local_tokens > num_local_tokens",
+        "found is not None and found.num_local_tokens >= num_local_tokens else",
+        "found is not None and found.num_local_tokens < num_local_tokens else",
         CPU + "test_workspace.py",
     ),
     Mutation(
