@@ -12,12 +12,16 @@
 namespace mok::kernels {
 
 // The types of all stages that can share a kernel, by the roster.
-#define MOK_TYPE_windowed(Type) +StageList<Type>()
-#define MOK_TYPE_prologue(Type) +StageList<Type>()
+#define MOK_TYPE_windowed(Type) \
+  +StageList<Type> {            \
+  }
+#define MOK_TYPE_prologue(Type) \
+  +StageList<Type> {            \
+  }
 #define MOK_TYPE_last(Type)
 #define MOK_TYPE_apart(Type)
 #define MOK_TYPE(name, Type, file, place, ...) MOK_TYPE_##place(Type)
-using AllStages = decltype(StageList<>() MOK_STAGES(MOK_TYPE));
+using AllStages = decltype(StageList<> {} MOK_STAGES(MOK_TYPE));
 
 template <Group kGroup>
 using StagesOfKernel = typename OnlyStages<stages_in_kernel(kGroup), AllStages>::Type;
