@@ -30,6 +30,10 @@ MOK_DEVICE void named_arrive(uint32 id, uint32 num_threads) {
 // ---- TMA ----
 
 MOK_DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+// What wrote a map in global memory, before copies that use it.
+MOK_DEVICE void fence_tensor_map(const TensorMap* map) {
+  asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
+}
 // Rows past the end of the tensor arrive as zeros.
 MOK_DEVICE void tma_load_2d(uint32 dst, const TensorMap* map, uint32 barrier, int32 x, int32 y) {
   asm volatile(

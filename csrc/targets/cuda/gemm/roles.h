@@ -203,6 +203,7 @@ class Roles {
     MOK_TRACED(cuda::Track& track = shared_.timeline.open(launch_, TraceRole::producer);)
     for_each_call([&](int32 index, const Args& args) {
       MOK_TRACED(track.begin_call(args);)
+      maps_.acquire(index);
       Task task;
       GemmTile tile;
       while (read_message<false>(shared_, slot, &task, &tile) != kNoMoreTasks) {

@@ -61,9 +61,17 @@ struct alignas(1024) Shared {
 };
 
 // Tensor maps by Matrix (stages/matrices.h), one set per rank.
-template <int kNumMaps>
-struct Maps {
-  TensorMap maps[kMaxLocalRanks][kNumMaps];
+struct ForwardMaps {
+  TensorMap maps[kMaxLocalRanks][kNumForwardMatrices];
+  MOK_DEVICE void acquire(int32 /*index*/) const {}
+};
+// Those of a backward are more than a kernel's parameters hold, so they are in global memory, where the host wrote them.
+struct BackwardMaps {
+  const TensorMap (*maps)[kNumMatrices];
+  // By the thread that loads, before it uses the maps of rank `index`.
+  MOK_DEVICE void acquire(int32 index) const {
+    for (int32 i = 0; i < kNumMatrices; ++i) fence_tensor_map(&maps[index][i]);
+  }
 };
 
 // The next task, by one thread or by a warp. Every reader frees the slot for itself.

@@ -66,8 +66,16 @@ struct StageSet {
   }
 };
 
+template <bool kIsBackward>
+struct MapsOfPass {
+  using Type = ForwardMaps;
+};
+template <>
+struct MapsOfPass<true> {
+  using Type = BackwardMaps;
+};
 template <class Stages>
-using MapsOf = Maps<Stages::kIsBackward ? kNumMatrices : kNumForwardMatrices>;
+using MapsOf = typename MapsOfPass<Stages::kIsBackward>::Type;
 
 // What a persistent kernel multiplies: the products of a list, and swiglu where gate_up is not there to do it.
 template <class List>
